@@ -1,0 +1,298 @@
+"""Train a small GPT on bytes of text, on one machine or on several, with nothing but torch.distributed.
+
+    python scripts/train_gpt.py                                       # one process, the best device there is
+    torchrun --nproc-per-node 2 scripts/train_gpt.py --device cpu     # two ranks on this machine
+    torchrun --nnodes 2 ... scripts/train_gpt.py --size small         # one on each of two
+
+The model predicts the next byte. The default text is the source of Python's own standard library, which every machine
+has; ``--data FILE`` trains on any other. Each rank draws its batches from its own part of the text that *it* sees: rank
+r of N from the r-th of N equal parts. Where machines have different minor versions of Python their texts differ a
+little, and so the parts may overlap a little. That costs a few repeated samples and nothing else.
+
+Gradients are averaged over all samples of a step, also where ranks have batches of different sizes. DDP does it where
+all ranks have devices of one kind that DDP can exchange from. Otherwise (a Mac's GPU, or a Mac beside an NVIDIA GPU)
+each rank keeps its gradients in one flat buffer, which takes the way through CPU memory.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    heads: int
+    width: int
+    context: int  # bytes that the model looks back over
+    batch: int  # samples per step of one rank
+    lr: float
+    vocabulary: int = 256
+
+
+WARMUP_STEPS = 20
+SIZES = {
+    "nano": Size(layers=2, heads=4, width=128, context=64, batch=16, lr=1e-3),  # 0.4 million parameters
+    "small": Size(layers=6, heads=6, width=384, context=256, batch=16, lr=1e-3),  # 10.8 million
+    # Bytes need 256 rows of the embedding. It has all of GPT-2's, so that the model has GPT-2's 124 million parameters
+    # and its gradients take GPT-2's 498 MB on the wire.
+    "gpt2": Size(layers=12, heads=12, width=768, context=1024, batch=4, lr=6e-4, vocabulary=50257),
+}
+
+
+# --- the model: GPT-2's architecture (Radford et al. 2019), without dropout ---
+
+
+class Block(nn.Module):
+    """Attention over the earlier bytes, then a two-layer perceptron; each adds to the stream that passes by."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.before_attention = nn.LayerNorm(size.width)
+        self.queries_keys_values = nn.Linear(size.width, 3 * size.width)
+        self.attention_out = nn.Linear(size.width, size.width)
+        self.before_perceptron = nn.LayerNorm(size.width)
+        self.perceptron_in = nn.Linear(size.width, 4 * size.width)
+        self.perceptron_out = nn.Linear(4 * size.width, size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.queries_keys_values(self.before_attention(x))
+        q, k, v = qkv.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
+        hidden = functional.gelu(self.perceptron_in(self.before_perceptron(x)), approximate="tanh")
+        return x + self.perceptron_out(hidden)
+
+
+class GPT(nn.Module):
+    """Bytes (batch, length) in, logits (batch, length, vocabulary) of each next byte out."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(size.vocabulary, size.width)
+        self.positions = nn.Embedding(size.context, size.width)
+        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
+        self.last_norm = nn.LayerNorm(size.width)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                # What writes into the stream starts smaller, by the number of writers, or the stream would grow.
+                writes = name.endswith("_out.weight")
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * size.layers) if writes else 0.02)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
+        return functional.linear(self.last_norm(self.blocks(x)), self.bytes.weight)  # one table, used both ways
+
+
+# --- the text ---
+
+
+def load_text(file: Path | None) -> Tensor:
+    """The bytes of ``file``, or of the standard library's modules in alphabetical order."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files = [file] if file else sorted(library.glob("*.py"))
+    if not files:
+        sys.exit(f"no Python sources in {library}: name a text with --data FILE")
+    try:
+        text = b"".join(path.read_bytes() for path in files)
+    except OSError as error:
+        sys.exit(f"cannot read the text: {error}")
+    if not text:
+        sys.exit(f"the text is empty: {file or library}")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def part_of_rank(text: Tensor, rank: int, world: int, context: int) -> Tensor:
+    part = text[rank * len(text) // world : (rank + 1) * len(text) // world]
+    if len(part) <= context:
+        sys.exit(f"text too short: rank {rank} of {world} has {len(part)} bytes and needs more than {context}")
+    return part
+
+
+def draw_batch(text: Tensor, samples: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """``samples`` random pieces of the text, and the same pieces one byte further on: (samples, context) each."""
+    starts = torch.randint(len(text) - context, (samples,), generator=generator).tolist()
+    pieces = torch.stack([text[start : start + context + 1] for start in starts]).long()
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+# --- the ranks ---
+
+
+def choose_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if wanted == "cuda":
+        if not torch.cuda.is_available():
+            sys.exit("--device cuda: this torch sees no CUDA device")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    if wanted == "mps" and not torch.backends.mps.is_available():
+        sys.exit("--device mps: this torch sees no MPS device")
+    return torch.device(wanted)
+
+
+def join_group(backend: str, device: torch.device, timeout: float) -> tuple[int, int]:
+    """This process's rank and the number of ranks; without torchrun there is one, and no process group."""
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1
+    if backend == "nccl":
+        if device.type != "cuda":
+            sys.exit(f"--backend nccl exchanges between CUDA devices and this rank's is {device}: use --backend gloo")
+        backend = "cpu:gloo,cuda:nccl"  # what passes through CPU memory still needs gloo
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def agree(mine: dict[str, object], world: int) -> list[dict[str, object]]:
+    """What each rank is about to do. Ranks that do different things would hang, or crash inside a collective."""
+    ranks: list[dict[str, object]] = [mine] * world
+    if world > 1:
+        dist.all_gather_object(ranks, mine)
+    for key in ("size", "steps", "lr", "backend"):
+        for rank, theirs in enumerate(ranks):
+            if theirs[key] != ranks[0][key]:
+                sys.exit(f"--{key} is {ranks[0][key]} on rank 0 and {theirs[key]} on rank {rank}: give all the same")
+    return ranks
+
+
+def copy_weights_of_rank_0(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            on_cpu = parameter.cpu()
+            dist.broadcast(on_cpu, src=0)
+            parameter.copy_(on_cpu)
+
+
+class StagedGradients:
+    """All gradients in one flat buffer on the device, and that buffer's twin in CPU memory, which gloo can send.
+
+    Costs one more copy of the gradients on each side (none on the device where that is the CPU).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        self.flat = torch.zeros(sum(parameter.numel() for parameter in parameters), device=parameters[0].device)
+        self.on_cpu = self.flat.cpu()  # the same memory where the device is the CPU
+        for parameter, part in zip(parameters, self.flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)  # backward adds into the buffer
+
+    def zero(self) -> None:
+        self.flat.zero_()
+
+    def average(self) -> None:
+        self.on_cpu.copy_(self.flat)  # blocking on purpose: asynchronous copies from MPS can arrive damaged
+        dist.all_reduce(self.on_cpu)
+        self.flat.copy_(self.on_cpu).div_(dist.get_world_size())
+
+
+# --- the training ---
+
+
+@record
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="nano")
+    parser.add_argument("--data", type=Path, help="the text (default: the sources of Python's standard library)")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, help="samples per step of this rank; may differ by rank")
+    parser.add_argument("--lr", type=float, help="learning rate (default: by size)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--stage", action="store_true", help="exchange through CPU memory even where DDP would do")
+    parser.add_argument("--timeout", type=float, default=300.0, help="deadline of every exchange, in seconds")
+    parser.add_argument("--log-every", type=int, default=1, help="steps between two lines of progress")
+    parser.add_argument("--out", type=Path, help="rank 0 writes the losses here, as JSON")
+    args = parser.parse_args()
+    size = SIZES[args.size]
+    args.batch_size = size.batch if args.batch_size is None else args.batch_size
+    args.lr = size.lr if args.lr is None else args.lr
+    for name in ("steps", "batch_size", "lr", "timeout", "log_every"):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be above 0")
+
+    text = load_text(args.data)
+    device = choose_device(args.device)
+    rank, world = join_group(args.backend, device, args.timeout)
+    mine = {key: getattr(args, key) for key in ("size", "steps", "lr", "backend", "batch_size", "stage")}
+    ranks = agree(mine | {"device": device.type}, world)
+
+    torch.manual_seed(args.seed)  # the model's seed: equal on all ranks
+    model = GPT(size).to(device)
+    data_seed = torch.Generator().manual_seed(args.seed + 1 + rank)  # the data's: different on each
+    text = part_of_rank(text, rank, world, size.context)
+
+    # All ranks must exchange in the same way, so one that cannot use DDP decides for all.
+    device_types = {theirs["device"] for theirs in ranks}
+    stage = any(theirs["stage"] for theirs in ranks) or len(device_types) > 1 or "mps" in device_types
+    staged: StagedGradients | None = None
+    trained: nn.Module = model
+    if world > 1:
+        copy_weights_of_rank_0(model)
+        if stage:
+            staged = StagedGradients(model)
+        else:
+            trained = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    # Both ways of exchange divide by the number of ranks. To average over samples, a rank's loss counts by its share.
+    weight = args.batch_size * world / sum(theirs["batch_size"] for theirs in ranks)
+
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    how = "alone" if world == 1 else "gradients through CPU memory" if stage else f"DDP over {args.backend}"
+    print(f"rank {rank} of {world} on {device}, {how}: {parameters:,} parameters, {len(text):,} bytes", flush=True)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    curve: list[tuple[int, float]] = []
+    logged_at, logged_step = time.perf_counter(), 0
+    for step in range(1, args.steps + 1):
+        inputs, targets = draw_batch(text, args.batch_size, size.context, data_seed)
+        logits = trained(inputs.to(device))
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+
+        staged.zero() if staged else optimizer.zero_grad()
+        (loss * weight).backward()
+        if staged:
+            staged.average()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / WARMUP_STEPS)
+        optimizer.step()
+
+        if step % args.log_every == 0 or step == args.steps:
+            curve.append((step, loss.item()))
+            now = time.perf_counter()
+            speed = (step - logged_step) * args.batch_size / (now - logged_at)
+            logged_at, logged_step = now, step
+            print(f"step {step} loss {curve[-1][1]:.4f} samples/s {speed:.1f}", flush=True)
+
+    curves = [curve] * world
+    if world > 1:
+        dist.all_gather_object(curves, curve)
+        dist.destroy_process_group()
+    if args.out and rank == 0:
+        last = sum(c[-1][1] * theirs["batch_size"] for c, theirs in zip(curves, ranks, strict=True))
+        loss_of_all = last / sum(theirs["batch_size"] for theirs in ranks)
+        result = {"loss": loss_of_all, "parameters": parameters, "ranks": ranks, "curves": curves}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
