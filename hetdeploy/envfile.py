@@ -25,9 +25,11 @@ from hetdeploy.errors import HetdeployError, UsageError
 PREFIX = "HETDEPLOY_"
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OURS = re.compile(r"hetdeploy[^a-z0-9]", re.IGNORECASE)
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # docker's --env-file reader scans lines with a Go bufio.Scanner, whose buffer ends here.
 _LONGEST_LINE_BYTES = 64 * 1024 - 1
+_SHOWN_CHARACTERS = 80
 _OWNER_ONLY = stat.S_IRUSR | stat.S_IWUSR
 
 
@@ -52,7 +54,7 @@ def read(path: Path, known: Collection[str] | None = None) -> dict[str, Entry]:
         key = binding.key
         if key is None:
             continue
-        if known is not None and key not in known and key.upper().startswith(PREFIX.rstrip("_")):
+        if known is not None and key not in known and _OURS.match(key):
             raise UsageError(f"{path}:{line}: {key} is not a setting of hetdeploy", nearest(key, known))
         if binding.value is None:
             raise UsageError(f"{path}:{line}: {key} has no value", f"write {key}=value, or remove the line")
@@ -66,8 +68,8 @@ def write(path: Path, values: Mapping[str, str], maker: str, environ: Mapping[st
     """Write ``values`` so that every tool reads them alike. True if the file changed.
 
     The file is readable by its owner alone and replaced as a whole: a reader sees the old one or the new one. The owner
-    of a file that is replaced keeps it; under sudo it belongs to the user who called sudo. ``maker`` is the command that
-    wrote it, for the comment at its top.
+    of a file that is replaced keeps it; under sudo it belongs to the user who called sudo. ``maker`` is the command
+    that wrote it, for the comment at its top.
 
     Raises UsageError for a value that the tools would not read alike, before anything is written, and HetdeployError
     where the file cannot be written; the old one is then still there.
@@ -81,9 +83,7 @@ def write(path: Path, values: Mapping[str, str], maker: str, environ: Mapping[st
     try:
         return _update(path, content, environ)
     except OSError as error:
-        raise HetdeployError(
-            f"{path} cannot be written ({error.strerror})", "look at the folder and its disk"
-        ) from error
+        raise HetdeployError(f"{path} cannot be written ({error.strerror})", "see to its folder and disk") from error
 
 
 def nearest(key: str, known: Collection[str]) -> str:
@@ -92,6 +92,12 @@ def nearest(key: str, known: Collection[str]) -> str:
     wanted = re.sub(r"[^A-Z0-9]+", "_", key.upper()).removeprefix(PREFIX)
     close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
     return f"did you mean {names[close[0]]}?" if close else "`hetdeploy env --explain` lists them all"
+
+
+def shown(value: str) -> str:
+    """``value`` for use in a message of one line."""
+    short = value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + "..."
+    return short if short.isprintable() and short == short.strip() else repr(short)
 
 
 def _text(path: Path) -> str:
@@ -128,9 +134,8 @@ def _check_writable(path: Path, key: str, value: str) -> None:
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
-        shown = value if len(value) <= 80 else value[:77] + "..."
         raise UsageError(
-            f"{key}={shown!r} has {' and '.join(found)}, which Docker Compose, docker and Python read differently",
+            f"{key}={shown(value)} has {' and '.join(found)}, which Docker Compose, docker and Python read differently",
             "choose a value (for a path, another folder or a link to it) without it",
         )
 

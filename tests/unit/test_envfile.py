@@ -95,8 +95,8 @@ def test_byte_order_mark_and_line_ends_leave_no_trace(tmp_path: Path, mark: byte
 
 def test_keys_of_other_programs_are_left_to_them(tmp_path: Path) -> None:
     path = tmp_path / ".env"
-    path.write_text("WANDB_MODE=offline\n")
-    assert envfile.read(path, KNOWN)["WANDB_MODE"].value == "offline"
+    path.write_text("WANDB_MODE=offline\nHETDEPLOYMENT=blue\n")
+    assert list(envfile.read(path, KNOWN)) == ["WANDB_MODE", "HETDEPLOYMENT"]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "head.env"
     envfile.write(path, {"A": "1"}, "hetdeploy up", {})
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(HetdeployError, match=r"head.env cannot be written \(No space left on device\): look at"):
+    with pytest.raises(HetdeployError, match=r"head.env cannot be written \(No space left on device\): see to"):
         envfile.write(path, {"A": "2"}, "hetdeploy up", {})
     assert envfile.read(path)["A"].value == "1"
     assert list(tmp_path.iterdir()) == [path]
