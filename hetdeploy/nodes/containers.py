@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hetdeploy
-from hetdeploy.errors import HetdeployError, PreflightError
+from hetdeploy.errors import HetdeployError, PreflightError, UsageError
 from hetdeploy.preflight import engine
 from hetdeploy.preflight.disk import require_room
 
@@ -37,8 +37,19 @@ STOP_SECONDS = 30
 
 _POLL_SECONDS = 0.1
 _LAST_LINES = 15
-_IN_CONTEXT = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "hetdeploy", "compose", "images", "scripts/train_gpt.py")
+_IN_CONTEXT = (
+    "pyproject.toml",
+    "constraints.txt",
+    "README.md",
+    "LICENSE",
+    "hetdeploy",
+    "compose",
+    "images",
+    "scripts/train_gpt.py",
+)
 _NOT_IN_CONTEXT = ("__pycache__", "_assets", ".env", ".env.local", ".hetdeploy")
+# A line of BuildKit's plain output that begins a step: `#15 [rank base 2/6] RUN ...`.
+_STEP = re.compile(r"^#\d+ \[([\w -]+ \d+/\d+)\]")
 _PROJECT_LABEL = "com.docker.compose.project"
 _SERVICE_LABEL = "com.docker.compose.service"
 
@@ -97,7 +108,9 @@ class ContainerState:
 def plan_project(
     folder: Path, env_file: Path, images: Images, *, accelerator: str, link: str, has_data: bool
 ) -> ComposeProject:
-    """The Compose project of the job in ``folder``. Raises UsageError for an accelerator that containers cannot have."""
+    """The Compose project of the job in ``folder``. Raises UsageError for what its containers cannot compute on."""
+    if accelerator not in ("cpu", "cuda"):
+        raise UsageError(f"containers cannot use {accelerator}", "set HETDEPLOY_ACCELERATOR to cuda or cpu")
     overrides = [
         *(["cuda.yaml"] if accelerator == "cuda" else []),
         *(["data.yaml"] if has_data else []),
@@ -154,6 +167,19 @@ def asset_folder() -> Path:
     return installed if installed.is_dir() else package.parent
 
 
+def asset(name: str) -> Path:
+    """A file that comes with hetdeploy, such as ``scripts/train_gpt.py``."""
+    return asset_folder() / name
+
+
+def engine_or_none(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The engine in words, such as ``Docker 28.0.1``, or None when there is none that this user can use."""
+    try:
+        return f"Docker {engine.engine_info(environ)['ServerVersion']}"
+    except PreflightError:
+        return None
+
+
 def assemble_context(destination: Path) -> None:
     """Make ``destination`` the build context, replacing what was there."""
     shutil.rmtree(destination, ignore_errors=True)
@@ -202,7 +228,7 @@ class Containers:
         return True
 
     def build(self, context: Path, accelerator: str, log: Path, waiting: Callable[[str], None]) -> None:
-        """Assemble ``context`` and build both images; the whole output goes to ``log``, a word on each step to ``waiting``.
+        """Assemble ``context`` and build both images. All output goes to ``log``, a word on each step to ``waiting``.
 
         Raises PreflightError when the disk has no room, before or during the build, and HetdeployError with the last
         lines when it fails otherwise.
@@ -210,6 +236,7 @@ class Containers:
         require_room(Path(self._client.info()["DockerRootDir"]), accelerator)
         assemble_context(context)
         last: deque[str] = deque(maxlen=_LAST_LINES)
+        step = "starting"
         process = subprocess.Popen(
             self.project.build(),
             stdin=subprocess.DEVNULL,
@@ -227,7 +254,9 @@ class Containers:
                     file.write(line)
                     if text := line.strip():
                         last.append(text)
-                        waiting(f"the image ({_step(text)})")
+                    if found := _STEP.search(line):
+                        step = found[1]
+                    waiting(f"the image ({step})")
             code = process.wait()
         except BaseException:
             process.terminate()
@@ -245,7 +274,7 @@ class Containers:
         self._compose(self.project.up(service), f"start {service}")
 
     def wait_until_healthy(self, service: str, seconds: float, waiting: Callable[[str], None]) -> None:
-        """Return when ``service`` is healthy. Raises PreflightError, with its last lines, if it ends or takes longer."""
+        """Return when ``service`` is healthy. Raises PreflightError with its last lines if it ends or takes longer."""
         deadline = time.monotonic() + seconds
         while True:
             state = self.states().get(service)
@@ -255,7 +284,9 @@ class Containers:
                 code = "" if state is None else f" with exit code {state.exit_code}"
                 raise PreflightError(f"the container {service} ended{code}", self._told(service))
             if time.monotonic() > deadline:
-                raise PreflightError(f"the container {service} is not healthy after {seconds:.0f} s", self._told(service))
+                raise PreflightError(
+                    f"the container {service} is not healthy after {seconds:.0f} s", self._told(service)
+                )
             waiting(f"the container {service} to be healthy")
             time.sleep(_POLL_SECONDS)
 
@@ -308,10 +339,14 @@ class Containers:
                     check=False,
                 )
             except subprocess.TimeoutExpired:
-                raise HetdeployError(f"Compose did not {purpose} within {COMPOSE_SECONDS:.0f} s", "look at `docker ps -a`") from None
+                raise HetdeployError(
+                    f"Compose did not {purpose} within {COMPOSE_SECONDS:.0f} s", "look at `docker ps -a`"
+                ) from None
         if result.returncode:
             words = [line.strip() for line in result.stderr.splitlines() if line.strip()]
-            raise HetdeployError(f"Compose could not {purpose}", words[-1] if words else f"exit code {result.returncode}")
+            raise HetdeployError(
+                f"Compose could not {purpose}", words[-1] if words else f"exit code {result.returncode}"
+            )
 
     def _told(self, service: str) -> str:
         lines = self.last_lines(service, 3)
@@ -326,9 +361,3 @@ def _state(container: Container) -> ContainerState:
         exit_code=state["ExitCode"] if state["Status"] in ("exited", "dead") else None,
         out_of_memory=bool(state.get("OOMKilled")),
     )
-
-
-def _step(line: str) -> str:
-    """The part of a line of BuildKit's plain output that a reader follows: ``base 2/6``, else the line itself."""
-    step = re.search(r"\[([a-z0-9 -]+ \d+/\d+)\]", line)
-    return step[1] if step else line[:60]
