@@ -196,6 +196,13 @@ TABLE: tuple[Row, ...] = (
         _whole(1, 604_800),
     ),
     Row(
+        "HETDEPLOY_EXIT_TIMEOUT",
+        "60",
+        "How many seconds the other ranks may go on once the first one has ended well.",
+        "a number of seconds from 1 to 604800",
+        _whole(1, 604_800),
+    ),
+    Row(
         "HETDEPLOY_SHM_SIZE",
         "2g",
         "Shared memory of the head's rank container, for data loaders with workers.",
@@ -302,6 +309,11 @@ class Settings(Mapping[str, Value]):
     def join_timeout(self) -> int:
         """Seconds."""
         return int(self["HETDEPLOY_JOIN_TIMEOUT"].value)
+
+    @property
+    def exit_timeout(self) -> int:
+        """Seconds."""
+        return int(self["HETDEPLOY_EXIT_TIMEOUT"].value)
 
     @property
     def shm_size(self) -> str:

@@ -49,7 +49,12 @@ def test_the_types_of_the_defaults(tmp_path: Path) -> None:
     assert (defaults.nic, defaults.port, defaults.store_port) == (None, 29400, 29500)
     assert (defaults.link, defaults.accelerator, defaults.backend) == ("tunnel", "auto", "gloo")
     assert (defaults.nodes, defaults.nproc_per_node, defaults.omp_num_threads) == ((2, 2), 1, None)
-    assert (defaults.code_ttl, defaults.join_timeout, defaults.shm_size) == (86400, 3600, "2g")
+    assert (defaults.code_ttl, defaults.join_timeout, defaults.exit_timeout, defaults.shm_size) == (
+        86400,
+        3600,
+        60,
+        "2g",
+    )
     assert (defaults.runs_dir, defaults.data_dir) == (tmp_path / ".hetdeploy/runs", None)
     assert re.fullmatch(r"2\.\d+\.\d+", defaults.torch_version)
 
@@ -94,6 +99,7 @@ def test_the_torch_index_follows_the_accelerator(tmp_path: Path, value: str, cpu
         ("RUNS_DIR", ["~nobody-of-this-name/x", "a\nb"]),
         ("CODE_TTL", ["1d", "-5"]),
         ("JOIN_TIMEOUT", ["0"]),
+        ("EXIT_TIMEOUT", ["0", "forever"]),
         ("SHM_SIZE", ["2gigs", "0", "-1g"]),
         ("OMP_NUM_THREADS", ["0", "all"]),
     ],
