@@ -6,14 +6,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetdeploy import __version__, envfile
+from hetdeploy import __version__, envfile, network
 from hetdeploy.errors import UsageError
 from hetdeploy.files import write_atomic
 from hetdeploy.link.credentials import Credentials
 from hetdeploy.link.invitation import Invitation
-from hetdeploy.network import interfaces, select
-from hetdeploy.nodes import accelerator, bundle, containers
-from hetdeploy.nodes.compose import ComposeRuntime
+from hetdeploy.nodes import accelerator, bundle
+from hetdeploy.nodes.compose import ComposeRuntime, image_environment
+from hetdeploy.nodes.containers import plan_images
 from hetdeploy.nodes.job import Job, RunFolder, StateFolder, new_job_id
 from hetdeploy.nodes.member import LOOPBACK, installed_torch
 from hetdeploy.nodes.native import NativeRuntime
@@ -126,7 +126,8 @@ def environment(job: Job, settings: Settings, state: StateFolder, kind: str, nic
     """What ``head.env`` holds: the settings in force and what was found out about this machine."""
     uid = os.getuid() or CONTAINER_USER
     gid = os.getgid() or CONTAINER_USER
-    return {
+    values = {
+        "HETDEPLOY_JOB": job.id,
         "HETDEPLOY_NIC": nic,
         "HETDEPLOY_ADDRESS": job.head_address,
         "HETDEPLOY_PORT": str(job.link_port),
@@ -148,14 +149,18 @@ def environment(job: Job, settings: Settings, state: StateFolder, kind: str, nic
         "HETDEPLOY_DATA": str(settings.data_dir.resolve()) if settings.data_dir else "",
         # gloo listens on the compose network's own interface; only in direct mode does it see this machine's NIC.
         "GLOO_SOCKET_IFNAME": nic if job.link == "direct" else "lo" if job.runtime == "native" else "eth0",
-        **(containers.image_environment(kind, settings) if job.runtime == "compose" else {}),
     }
+    if job.runtime == "native":
+        return values
+    images = plan_images(kind, settings.torch_version, settings.torch_index(kind))
+    return {**values, **image_environment(images, state.path / "context")}
 
 
 def _choose_address(request: UpRequest) -> tuple[str, str]:
     if request.loopback:
-        return interfaces.interface_of(LOOPBACK).name, LOOPBACK
-    nic = select.choose(interfaces.read(), named=request.settings.nic, route_to=None)
+        return network.interface_of(LOOPBACK).name, LOOPBACK
+    wanted = request.settings["HETDEPLOY_NIC"]
+    nic = network.choose(wanted.value or None, named_by=wanted.where)
     return nic.name, nic.address
 
 
@@ -184,7 +189,7 @@ def _describe_job(request: UpRequest, state: StateFolder, address: str) -> Job:
 def _runtime(job: Job, settings: Settings, state: StateFolder) -> Runtime:
     if job.runtime == "native":
         return NativeRuntime(state, settings.runs_dir, job)
-    return ComposeRuntime(state, settings.runs_dir, job)
+    return ComposeRuntime(state, job)
 
 
 def _running(job: Job, runtime: Runtime, settings: Settings, state: StateFolder) -> Started | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -12,13 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hetdeploy import __version__, envfile
-from hetdeploy.errors import PeerUnreachable
-from hetdeploy.gloo import install
+from hetdeploy import __version__, envfile, network
+from hetdeploy.errors import PeerUnreachable, PreflightError
 from hetdeploy.link.client import LinkClient
 from hetdeploy.link.invitation import Invitation
-from hetdeploy.network import interfaces, select
-from hetdeploy.network.interfaces import Interface
+from hetdeploy.network import Interface
 from hetdeploy.nodes import accelerator, launch
 from hetdeploy.nodes.job import Job, StateFolder
 from hetdeploy.nodes.launch import Agent
@@ -50,13 +49,14 @@ def join(request: JoinRequest, stages: Stages, show: LineSink) -> Outcome:
     """
     settings, invitation = request.settings, request.invitation
     installed_torch()
-    install.require_entry_point()
+    _require_entry_point()
     agent = Agent()
     # torch's import is the longest step of all; it runs while the two machines shake hands.
     agent.start()
     try:
         with stages.stage("network") as stage:
-            nic = _choose_nic(invitation, settings)
+            wanted = settings["HETDEPLOY_NIC"]
+            nic = network.choose(wanted.value or None, invitation.host, named_by=wanted.where)
             if nic.kind == "wifi":
                 stages.warn(f"{nic.name} is Wi-Fi: training over it is several times slower than over a cable")
             stage.done(f"{nic.describe()} towards {invitation.host}")
@@ -118,15 +118,17 @@ def environment(job: Job, machine: Machine, nic: Interface, settings: Settings) 
         "HETDEPLOY_VERSION": __version__,
         "HETDEPLOY_TORCH_VERSION": installed_torch(),
         "HETDEPLOY_RUNS": str(settings.runs_dir.resolve()),
-        "GLOO_SOCKET_IFNAME": interfaces.interface_of(gloo_address).name,
+        "GLOO_SOCKET_IFNAME": network.interface_of(gloo_address).name,
     }
 
 
-def _choose_nic(invitation: Invitation, settings: Settings) -> Interface:
-    found = interfaces.read()
-    if invitation.host == LOOPBACK and settings.nic is None:
-        return interfaces.interface_of(LOOPBACK)
-    return select.choose(found, named=settings.nic, route_to=invitation.host)
+def _require_entry_point() -> None:
+    """Without it a rank's gloo would meet the head's without the bridge, and both would hang."""
+    names = {point.name for point in importlib.metadata.entry_points(group="torch.backends")}
+    if "hetdeploy" not in names:
+        raise PreflightError(
+            f"hetdeploy is not installed in this environment ({sys.prefix}), only importable", "pip install hetdeploy"
+        )
 
 
 def _reach(

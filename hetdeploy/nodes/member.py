@@ -28,11 +28,11 @@ from typing import Any
 from hetdeploy import __version__
 from hetdeploy.errors import HetdeployError, PeerUnreachable, PreflightError
 from hetdeploy.gloo.bridge import BridgeService
-from hetdeploy.gloo.wire import Dialect, local_dialect
+from hetdeploy.gloo.dialect import Dialect, dialect_here
 from hetdeploy.link.client import LinkClient
 from hetdeploy.link.forward import Forward
 from hetdeploy.link.invitation import Invitation
-from hetdeploy.network.interfaces import interface_of, source_address
+from hetdeploy.network import interface_of, source_address
 from hetdeploy.nodes import bundle, launch
 from hetdeploy.nodes.coordinator import PROTOCOL
 from hetdeploy.nodes.job import Job, RunFolder
@@ -76,7 +76,7 @@ def hello(machine: Machine) -> dict[str, Any]:
         "python": platform.python_version(),
         "os": platform.system().lower(),
         "arch": platform.machine(),
-        "dialect": (machine.dialect or local_dialect()).value,
+        "dialect": (machine.dialect or dialect_here()).value,
         "accelerator": machine.accelerator,
         "nproc": machine.nproc_per_node,
         "pid": os.getpid(),
@@ -141,7 +141,7 @@ class JobMember:
 
     def _prepare(self, stack: ExitStack) -> launch.Node:
         self.fetch_files()
-        dialect = self._machine.dialect or local_dialect()
+        dialect = self._machine.dialect or dialect_here()
         is_joiner = self._machine.role == "joiner"
         store_host, store_port = self._machine.store_host or self.job.head_address, self.job.store_port
         address = self._machine.address
@@ -150,7 +150,9 @@ class JobMember:
             address = LOOPBACK
             forward = stack.enter_context(Forward(self._client, "store", self.job.store_port))
             store_host, store_port = LOOPBACK, forward.port
-            bridge = stack.enter_context(BridgeService(self._client.dial, dialect))
+            bridge = BridgeService(self._client.dial, dialect, node=self.name)
+            bridge.start()
+            stack.callback(bridge.close)
         return launch.Node(
             name=self.name,
             rendezvous=f"{store_host}:{store_port}",
