@@ -1,0 +1,156 @@
+"""How numbers travel: fp32, bf16, or int8 with one scale for each block of 256.
+
+Compressed for the wire only. Whatever arrives is decoded to fp32 and summed in fp32, in rank order, by every rank from
+the same bytes, so that all ranks get the same bits (gloo's own bf16 sum does not keep them: 256 + 1 = 256). A rank
+counts its own contribution as decoded from its own payload, never as it was before.
+
+========  =====================  ==========================================================================
+format    bytes per value        error of one decoded value x in a block with largest magnitude m
+========  =====================  ==========================================================================
+fp32      4                      none
+bf16      2                      at most 2**-8 |x| (8 significant bits, round to nearest even)
+int8      1 + 4/256              at most m/254 (half a step of m/127), before error feedback
+========  =====================  ==========================================================================
+
+Error feedback (Seide et al. 2014, 1-bit SGD; Karimireddy et al. 2019): what rounding took from a value is added to the
+next one sent in its place. Over any number of sends, the decoded sum differs from the true sum by the last rounding
+error alone.
+
+Encoding divides, multiplies and adds in separate fp32 operations, so x86 and Arm agree in every bit.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hetdeploy.train.errors import MisuseError
+
+BLOCK = 256
+SCALE_BYTES = 4
+INT8_STEPS = 127
+"""int8 codes run from -127 to 127, so that a value and its negative are coded alike."""
+
+
+class Wire(Protocol):
+    """A format. Payloads are uint8 tensors whose length depends on ``numel`` alone. Values must be finite."""
+
+    name: str
+    feedback: bool
+    """Whether the sender should carry what rounding took over to its next send."""
+
+    def payload_bytes(self, numel: int) -> int:
+        """Length of the payload of ``numel`` values."""
+        ...
+
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        """Write fp32 ``values`` (flat) into ``payload``."""
+        ...
+
+    def decode(self, payload: Tensor, values: Tensor) -> None:
+        """Overwrite fp32 ``values`` with what ``payload`` says."""
+        ...
+
+    def accumulate(self, payload: Tensor, values: Tensor) -> None:
+        """Add what ``payload`` says to fp32 ``values``."""
+        ...
+
+
+def wire_format(name: str) -> Wire:
+    """The format of that name."""
+    for known in (Fp32(), Bf16(), Int8()):
+        if known.name == name:
+            return known
+    raise MisuseError(f"wire format {name!r} is not known", "use fp32, bf16 or int8")
+
+
+class Fp32:
+    """Bits as they are."""
+
+    name = "fp32"
+    feedback = False
+
+    def payload_bytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        payload.view(torch.float32).copy_(values)
+
+    def decode(self, payload: Tensor, values: Tensor) -> None:
+        values.copy_(payload.view(torch.float32))
+
+    def accumulate(self, payload: Tensor, values: Tensor) -> None:
+        values.add_(payload.view(torch.float32))
+
+
+class Bf16:
+    """The upper half of each fp32, rounded."""
+
+    name = "bf16"
+    feedback = False
+
+    def payload_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        payload.view(torch.bfloat16).copy_(values)
+
+    def decode(self, payload: Tensor, values: Tensor) -> None:
+        values.copy_(payload.view(torch.bfloat16))
+
+    def accumulate(self, payload: Tensor, values: Tensor) -> None:
+        values.add_(payload.view(torch.bfloat16))  # promoted: the addition itself is fp32
+
+
+class Int8:
+    """For each block of 256 values a fp32 scale (largest magnitude / 127); then the codes. Scales first, then codes."""
+
+    name = "int8"
+    feedback = True
+
+    def payload_bytes(self, numel: int) -> int:
+        # A multiple of four, so that the scales of the payload behind this one are aligned.
+        return SCALE_BYTES * (_blocks(numel) + -(-numel // SCALE_BYTES))
+
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        scales, codes = _split(payload, values.numel())
+        for part, scale, code in _by_block(values, scales, codes):
+            scale.copy_(torch.linalg.vector_norm(part, ord=float("inf"), dim=1))
+            scale.div_(INT8_STEPS)
+            # A block of zeros, or one whose step is below the smallest fp32: its codes are zero whatever the divisor.
+            divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(1)
+            code.copy_((part / divisor).round_().clamp_(-INT8_STEPS, INT8_STEPS))
+
+    def decode(self, payload: Tensor, values: Tensor) -> None:
+        scales, codes = _split(payload, values.numel())
+        for part, scale, code in _by_block(values, scales, codes):
+            part.copy_(code)
+            part.mul_(scale.unsqueeze(1))
+
+    def accumulate(self, payload: Tensor, values: Tensor) -> None:
+        decoded = torch.empty_like(values)
+        self.decode(payload, decoded)
+        values.add_(decoded)
+
+
+def _blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _split(payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    boundary = SCALE_BYTES * _blocks(numel)
+    return payload[:boundary].view(torch.float32), payload[boundary : boundary + numel].view(torch.int8)
+
+
+def _by_block(values: Tensor, scales: Tensor, codes: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The whole blocks as one matrix, and the shorter last one as another."""
+    whole = values.numel() // BLOCK
+    cut = whole * BLOCK
+    parts = []
+    if whole:
+        parts.append((values[:cut].view(whole, BLOCK), scales[:whole], codes[:cut].view(whole, BLOCK)))
+    if cut < values.numel():
+        parts.append((values[cut:].unsqueeze(0), scales[whole:], codes[cut:].unsqueeze(0)))
+    return parts
