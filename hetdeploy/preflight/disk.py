@@ -27,4 +27,5 @@ def shortage(engine_root: Path, accelerator: str) -> str | None:
         return None
     if free >= need:
         return None
-    return f"{engine_root} has {free / GIGABYTE:.1f} GB free, building the {accelerator} image takes {need / GIGABYTE:.0f} GB"
+    has, takes = f"{free / GIGABYTE:.1f} GB free", f"{need / GIGABYTE:.0f} GB"
+    return f"{engine_root} has {has}, building the {accelerator} image takes {takes}"

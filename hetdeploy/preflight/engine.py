@@ -80,7 +80,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> DockerClient:
     if not endpoint.is_local:
         raise PreflightError(
             f"the Docker engine at {endpoint.address} ({endpoint.origin}) is not this machine's",
-            "call hetdeploy on the machine itself, or choose its own engine: `docker context use default`, `unset DOCKER_HOST`",
+            "call hetdeploy on that machine, or choose this one's: `docker context use default`, `unset DOCKER_HOST`",
         )
     _knock(endpoint)
     import docker
@@ -98,7 +98,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> DockerClient:
         client.close()
         oldest = ".".join(map(str, OLDEST_API))
         raise PreflightError(
-            f"the Docker engine at {endpoint.address} is too old (API {version}; hetdeploy needs {oldest}, Docker 20.10)",
+            f"the Docker engine at {endpoint.address} is too old (API {version}; needed is {oldest}, Docker 20.10)",
             "update Docker",
         )
     return client
