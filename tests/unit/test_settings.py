@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 from hetdeploy import envfile, settings
+from hetdeploy.cli import env
 from hetdeploy.errors import UsageError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -209,3 +214,67 @@ def test_the_example_taken_as_it_is_sets_the_defaults(tmp_path: Path) -> None:
         row.key: row.default for row in settings.TABLE
     }
     load(tmp_path)
+
+
+class TestEnvCommand:
+    @pytest.fixture(autouse=True)
+    def job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A job's folder with two files, and a shell without settings."""
+        for name in [name for name in os.environ if name.startswith("HETDEPLOY_")] + settings.inherited(os.environ):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / ".env").write_text("HETDEPLOY_NODES=1:4\nHETDEPLOY_NIC=eno1\n")
+        (tmp_path / ".env.local").write_text("HETDEPLOY_NIC=eno2\n")
+
+    def call(self, *arguments: str, **environ: str) -> Result:
+        result = CliRunner().invoke(env.command, arguments, env=environ, catch_exceptions=False)
+        assert result.exit_code == 0
+        return result
+
+    def test_shows_each_value_and_where_it_is_from(self) -> None:
+        lines = self.call(HETDEPLOY_PORT="1003").stdout.splitlines()
+        assert [line.partition("=")[0] for line in lines] == list(settings.KEYS)
+        assert lines[0].split() == ["HETDEPLOY_NIC=eno2", ".env.local:1"]
+        assert lines[1].split() == ["HETDEPLOY_PORT=1003", "the", "environment"]
+        assert "HETDEPLOY_NODES=1:4 .env:1" in [" ".join(line.split()) for line in lines]
+        assert "HETDEPLOY_LINK=tunnel default" in [" ".join(line.split()) for line in lines]
+
+    def test_explains_each_setting(self) -> None:
+        blocks = self.call("--explain").stdout.split("\n\n")
+        assert len(blocks) == len(settings.TABLE)
+        for block, row in zip(blocks, settings.TABLE, strict=True):
+            assert block.startswith(f"{row.key}=")
+            assert row.meaning in block
+            assert row.allowed in block
+        assert "from     .env.local:1 (default: empty)" in blocks[0]
+
+    def test_prints_json_with_warnings_inside(self) -> None:
+        result = self.call("--json", MASTER_ADDR="10.0.0.1")
+        document = json.loads(result.stdout)
+        assert document["schema_version"] == 1
+        assert list(document["settings"]) == list(settings.KEYS)
+        nodes = document["settings"]["HETDEPLOY_NODES"]
+        assert (nodes["value"], nodes["origin"], nodes["where"], nodes["default"]) == ("1:4", ".env", ".env:1", "2")
+        assert [warning.partition(";")[0] for warning in document["warnings"]] == ["the shell has MASTER_ADDR"]
+        assert result.stderr == ""
+
+    def test_warns_on_stderr(self) -> None:
+        result = self.call(RANK="1")
+        assert result.stderr == "warning: the shell has RANK; the ranks will not see them (`unset RANK`)\n"
+
+    def test_prints_the_example_whatever_the_files_say(self, tmp_path: Path) -> None:
+        (tmp_path / ".env").write_text("HETDEPLOY_PORT=http\n")
+        assert self.call("--example").stdout == settings.example()
+
+    def test_refuses_a_wrong_value_with_the_usage_exit_code(self, tmp_path: Path) -> None:
+        (tmp_path / ".env").write_text("HETDEPLOY_PORT=http\n")
+        answer = subprocess.run(
+            [sys.executable, "-c", "from hetdeploy.cli import main; main()", "env"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (answer.returncode, answer.stdout) == (2, "")
+        assert answer.stderr.startswith("error: HETDEPLOY_PORT=http (.env:1) is not a port from 1 to 65535: ")
+        assert answer.stderr.count("\n") == 1
