@@ -59,8 +59,8 @@ def choose(
 ) -> Interface:
     """The NIC to use out of ``interfaces``: the one ``named``, else the best on the way to the peer ``route_to``.
 
-    Without a peer the default route counts. ``named_by`` says where the name comes from, for the message; ``route`` tells
-    which interface the way to a peer leaves by.
+    Without a peer the default route counts. ``named_by`` says where the name comes from, for the message; ``route``
+    tells which interface the way to a peer leaves by.
 
     Raises UsageError for a name that is not a usable NIC and where two are equally good, PreflightError where there is
     none, PeerUnreachable where no way leads to the peer.
