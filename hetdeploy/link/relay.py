@@ -18,6 +18,7 @@ from typing import Protocol
 
 from hetdeploy.errors import HetdeployError
 from hetdeploy.link.endpoint import End, EndFailed
+from hetdeploy.link.interrupt import Wakeup
 
 BUFFER_BYTES = 256 * 1024
 """Held per direction. The kernel's own buffers keep the wire busy while it is emptied."""
@@ -93,9 +94,7 @@ class Relay:
         self._flows = (_Flow(self._left, self._right, left_to_right), _Flow(self._right, self._left, right_to_left))
         self._idle = idle
         self._abort_reason: str | None = None
-        self._lock = threading.Lock()
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_writer.setblocking(False)
+        self._wakeup = Wakeup()
         self._thread: threading.Thread | None = None
 
     def start(self, name: str) -> None:
@@ -113,11 +112,9 @@ class Relay:
 
     def abort(self, reason: str) -> None:
         """Makes the relay reset both ends and end at once. Callable from any thread, any number of times."""
-        with self._lock:
-            if self._abort_reason is None:
-                self._abort_reason = reason
-                if self._wake_writer.fileno() >= 0:
-                    self._wake_writer.send(b"x")
+        if self._abort_reason is None:
+            self._abort_reason = reason
+        self._wakeup.wake()
 
     def run(self) -> Outcome:
         """Copies until the end in the calling thread."""
@@ -148,7 +145,7 @@ class Relay:
         drain_until: float | None = None
         registered: dict[socket.socket, int] = {}
         with PollSelector() as selector:
-            selector.register(self._wake_reader, EVENT_READ)
+            selector.register(self._wakeup.reader, EVENT_READ)
             while self._abort_reason is None:
                 waiting = [flow for flow in self._flows if not flow.done]
                 if not waiting:
@@ -182,9 +179,7 @@ class Relay:
     def _close(self, *, reset: bool) -> None:
         self._left.close(reset=reset)
         self._right.close(reset=reset)
-        with self._lock:
-            self._wake_reader.close()
-            self._wake_writer.close()
+        self._wakeup.close()
 
 
 class _Flow:
