@@ -13,7 +13,6 @@ import io
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from typing import NamedTuple
 from dotenv.parser import parse_stream
 
 from hetdeploy.errors import HetdeployError, UsageError
+from hetdeploy.files import write_atomic
 
 PREFIX = "HETDEPLOY_"
 
@@ -144,7 +144,7 @@ def _update(path: Path, content: bytes, environ: Mapping[str, str]) -> bool:
     before = path.stat() if path.exists() else None
     owner = _owner(before, environ)
     if before is None or path.read_bytes() != content:
-        _replace(path, content, owner)
+        write_atomic(path, content, mode=_OWNER_ONLY, owner=owner)
         return True
     if stat.S_IMODE(before.st_mode) != _OWNER_ONLY:
         path.chmod(_OWNER_ONLY)
@@ -163,26 +163,3 @@ def _owner(before: os.stat_result | None, environ: Mapping[str, str]) -> tuple[i
         return int(environ["SUDO_UID"]), int(environ["SUDO_GID"])
     except (KeyError, ValueError):
         return None
-
-
-def _replace(path: Path, content: bytes, owner: tuple[int, int] | None) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            os.fchmod(stream.fileno(), _OWNER_ONLY)
-            if owner is not None:
-                os.fchown(stream.fileno(), *owner)
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        # The new name is only on disk once the folder is.
-        os.fsync(folder)
-    finally:
-        os.close(folder)
