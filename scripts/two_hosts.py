@@ -107,7 +107,9 @@ def main() -> int:
         print(__doc__)
         return 2
     with two_hosts() as hosts:
-        print(f"head {hosts.head_address} on {hosts.head_nic}; {hosts.host_name} {hosts.other_address}", file=sys.stderr)
+        print(
+            f"head {hosts.head_address} on {hosts.head_nic}; {hosts.host_name} {hosts.other_address}", file=sys.stderr
+        )
         return hosts.run(*sys.argv[1:], cwd=Path.cwd()).returncode
 
 

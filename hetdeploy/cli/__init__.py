@@ -19,6 +19,7 @@ _VERBS = {
     "logs": "Show what the ranks printed.",
     "down": "End the job of this folder on all machines and leave nothing behind.",
     "code": "Print the join line again, or replace the code.",
+    "doctor": "Check this machine and say how to mend what is wrong.",
     "env": "Show every setting, its value and where it comes from.",
 }
 
@@ -48,7 +49,7 @@ def cli(debug: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0, 1 failure, 2 usage, 3 preflight, 4 peer unreachable, 5 versions, 130 interrupted."""
+    """Run the command line and exit with the code of errors.py."""
     arguments = sys.argv[1:] if arguments is None else arguments
     sys.exit(_run(arguments))
 

@@ -9,7 +9,8 @@ import click
 
 from hetdeploy.cli import output
 from hetdeploy.cli.up import attach
-from hetdeploy.nodes import containers, demo, head
+from hetdeploy.nodes import demo, head
+from hetdeploy.nodes.containers import asset_folder
 from hetdeploy.nodes.stages import Stages
 
 
@@ -22,13 +23,13 @@ def command(steps: int, native: bool, folder: Path) -> int:
 
     The head runs in containers where there is a Docker engine, as native processes where there is none.
     """
-    stages = Stages(output.say)
-    engine = None if native else containers.engine_or_none()
-    output.say(f"head in containers ({engine})" if engine else "head as native processes" + ("" if native else " (no Docker engine here)"))
+    native = native or not demo.has_engine()
+    output.say("the head runs as native processes" if native else "the head runs in containers")
     settings = demo.prepare(folder, os.environ)
-    script = containers.asset("scripts/train_gpt.py")
+    script = asset_folder() / "scripts" / "train_gpt.py"
     arguments = ("--size", "nano", "--steps", str(steps), "--log-every", "5")
-    started = head.up(head.UpRequest(script, arguments, settings, native=engine is None, loopback=True), stages)
+    request = head.UpRequest(script, arguments, settings, native=native, loopback=True)
+    started = head.up(request, Stages(output.say))
     with demo.second_machine(started, folder):
         outcome = attach(started)
     for rank, first, last in demo.losses(started.run):

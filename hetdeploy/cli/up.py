@@ -33,8 +33,8 @@ from hetdeploy.nodes.stages import Stages
 def command(script: Path, arguments: tuple[str, ...], detach: bool, native: bool, **options: Any) -> int:
     """Start the head for SCRIPT and wait for the other machines.
 
-    ARGUMENTS go to the script. Stays attached: shows every rank's lines, ends with the job's exit code; Ctrl-C stops the
-    job on all machines.
+    ARGUMENTS go to the script. Stays attached: shows every rank's lines and ends with the job's exit code; Ctrl-C
+    stops the job on all machines.
     """
     settings = output.load_settings(output.setting_flags(options))
     request = head.UpRequest(script, arguments, settings, native=native)

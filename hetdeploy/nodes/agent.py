@@ -1,7 +1,7 @@
 """The process that is torchrun on one node.
 
-Started before it is needed, so that importing torch overlaps the handshake; waits on its standard input for one JSON line
-(see ``launch.AgentSpec``), then runs torchrun in this very process and leaves a result file:
+Started before it is needed, so that importing torch overlaps the handshake; waits on its standard input for one JSON
+line (see ``launch.AgentSpec``), then runs torchrun in this very process and leaves a result file:
 
     {"failures": [{"rank", "local_rank", "code"}], "error": null | "one line"}
 
@@ -65,11 +65,11 @@ def _store_on_one_address(_handler: Any, address: str, _port: int) -> Any:
 
     torchelastic's own version listens on every address of the machine, and a store takes orders from anybody.
     """
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = socket.create_server((address, 0), backlog=128)
     port = listener.getsockname()[1]
-    return dist.TCPStore(
+    return TCPStore(
         address, port, is_master=True, multi_tenant=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 

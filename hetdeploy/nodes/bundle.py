@@ -21,7 +21,7 @@ _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "env", "build", "dist
 
 @dataclass(frozen=True)
 class BundleFile:
-    """One file: ``path`` relative to the script's folder with forward slashes, its SHA-256 in hex, its size in bytes."""
+    """One file: ``path`` relative to the script's folder, with forward slashes; SHA-256 in hex; size in bytes."""
 
     path: str
     sha256: str
@@ -59,7 +59,9 @@ class Bundle:
         for file in files:
             path = PurePosixPath(file.path)
             if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in file.path:
-                raise UsageError(f"the head sent a file path that leaves the job's folder: {file.path!r}", "do not join it")
+                raise UsageError(
+                    f"the head sent a file path that leaves the job's folder: {file.path!r}", "do not join it"
+                )
         return cls(files)
 
 
@@ -93,7 +95,7 @@ def collect(script: Path, blobs: Path) -> Bundle:
 
 
 def unpack(bundle: Bundle, folder: Path, fetch: Callable[[str, int, Path], None]) -> None:
-    """Write the bundle's files below ``folder``; ``fetch(sha256, size, destination)`` gets one file's bytes, verified."""
+    """Write the files below ``folder``; ``fetch(sha256, size, destination)`` gets one's bytes and verifies them."""
     for file in bundle.files:
         destination = folder / file.path
         destination.parent.mkdir(parents=True, exist_ok=True)

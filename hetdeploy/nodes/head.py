@@ -6,11 +6,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetdeploy import __version__, envfile, network
+from hetdeploy import __version__, envfile
 from hetdeploy.errors import UsageError
 from hetdeploy.files import write_atomic
 from hetdeploy.link.credentials import Credentials
 from hetdeploy.link.invitation import Invitation
+from hetdeploy.network.interfaces import interface_of, read
+from hetdeploy.network.select import choose
 from hetdeploy.nodes import accelerator, bundle
 from hetdeploy.nodes.compose import ComposeRuntime, image_environment
 from hetdeploy.nodes.containers import plan_images
@@ -158,9 +160,9 @@ def environment(job: Job, settings: Settings, state: StateFolder, kind: str, nic
 
 def _choose_address(request: UpRequest) -> tuple[str, str]:
     if request.loopback:
-        return network.interface_of(LOOPBACK).name, LOOPBACK
+        return interface_of(LOOPBACK).name, LOOPBACK
     wanted = request.settings["HETDEPLOY_NIC"]
-    nic = network.choose(wanted.value or None, named_by=wanted.where)
+    nic = choose(read(), named=wanted.value or None, route_to=None, named_by=wanted.where)
     return nic.name, nic.address
 
 

@@ -1,12 +1,12 @@
 """What a job is, and where its state lies on the disk.
 
-    .hetdeploy/                of the folder that `up` or `join` was called in
-        head.env, joiner.env   the settings in force, generated
-        job.json               the job (head only)
-        link/                  certificate, key and secrets of the link (head only)
-        member/code            the head's own ticket to the link (head only)
-        files/                 the job's files by digest (head only)
-        runs/<job>/            what a run leaves: journal, status, one folder a node with the ranks' output
+.hetdeploy/                of the folder that `up` or `join` was called in
+    head.env, joiner.env   the settings in force, generated
+    job.json               the job (head only)
+    link/                  certificate, key and secrets of the link (head only)
+    member/code            the head's own ticket to the link (head only)
+    files/                 the job's files by digest (head only)
+    runs/<job>/            what a run leaves: journal, status, one folder a node with the ranks' output
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetdeploy.files import write_atomic
 from hetdeploy.errors import UsageError
+from hetdeploy.files import write_atomic
 from hetdeploy.nodes.bundle import Bundle
 
 

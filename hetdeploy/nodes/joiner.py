@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hetdeploy import __version__, envfile, network
+from hetdeploy import __version__, envfile
 from hetdeploy.errors import PeerUnreachable, PreflightError
 from hetdeploy.link.client import LinkClient
 from hetdeploy.link.invitation import Invitation
-from hetdeploy.network import Interface
+from hetdeploy.network.interfaces import Interface, interface_of, read
+from hetdeploy.network.select import choose
 from hetdeploy.nodes import accelerator, launch
 from hetdeploy.nodes.job import Job, StateFolder
 from hetdeploy.nodes.launch import Agent
 from hetdeploy.nodes.member import LOOPBACK, JobMember, LineSink, Machine, hello, installed_torch
 from hetdeploy.nodes.outcome import Outcome
 from hetdeploy.nodes.stages import Stages
+from hetdeploy.preflight import joiner as preflight
 from hetdeploy.settings import Settings
 
 SKEW_WARNING_SECONDS = 2.0
@@ -50,20 +52,25 @@ def join(request: JoinRequest, stages: Stages, show: LineSink) -> Outcome:
     settings, invitation = request.settings, request.invitation
     installed_torch()
     _require_entry_point()
+    kind = accelerator.detect(settings.accelerator)
+    report = preflight.check(settings, accelerator=kind)
+    for warning in report.warnings:
+        stages.warn(warning)
+    report.raise_failures()
     agent = Agent()
     # torch's import is the longest step of all; it runs while the two machines shake hands.
     agent.start()
     try:
         with stages.stage("network") as stage:
             wanted = settings["HETDEPLOY_NIC"]
-            nic = network.choose(wanted.value or None, invitation.host, named_by=wanted.where)
+            nic = choose(read(), named=wanted.value or None, route_to=invitation.host, named_by=wanted.where)
             if nic.kind == "wifi":
                 stages.warn(f"{nic.name} is Wi-Fi: training over it is several times slower than over a cable")
             stage.done(f"{nic.describe()} towards {invitation.host}")
         machine = Machine(
             role="joiner",
             runs=settings.runs_dir,
-            accelerator=accelerator.detect(settings.accelerator),
+            accelerator=kind,
             nproc_per_node=settings.nproc_per_node,
             address=nic.address,
             data=str(settings.data_dir) if settings.data_dir else None,
@@ -81,7 +88,13 @@ def join(request: JoinRequest, stages: Stages, show: LineSink) -> Outcome:
 
 
 def _run(
-    client: LinkClient, machine: Machine, nic: Interface, agent: Agent, settings: Settings, stages: Stages, show: LineSink
+    client: LinkClient,
+    machine: Machine,
+    nic: Interface,
+    agent: Agent,
+    settings: Settings,
+    stages: Stages,
+    show: LineSink,
 ) -> Outcome:
     member = JobMember(client, machine, show, agent)
     with stages.stage("versions") as stage:
@@ -118,7 +131,7 @@ def environment(job: Job, machine: Machine, nic: Interface, settings: Settings) 
         "HETDEPLOY_VERSION": __version__,
         "HETDEPLOY_TORCH_VERSION": installed_torch(),
         "HETDEPLOY_RUNS": str(settings.runs_dir.resolve()),
-        "GLOO_SOCKET_IFNAME": network.interface_of(gloo_address).name,
+        "GLOO_SOCKET_IFNAME": interface_of(gloo_address).name,
     }
 
 

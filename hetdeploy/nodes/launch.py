@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -23,7 +24,7 @@ TERMINATE_SECONDS = 8.0
 """How long a rank may take to end after SIGTERM before it is killed."""
 
 CLOCK_TOLERANCE_SECONDS = 120
-"""How far the clocks of two nodes may differ: c10d takes a node for dead by comparing wall clocks of different machines."""
+"""How far two nodes' clocks may differ: c10d compares wall clocks of different machines to find dead nodes."""
 
 _KEEP_ALIVE_SECONDS = 5
 
@@ -129,7 +130,7 @@ class Agent:
         self._had_workers = False
 
     def start(self) -> None:
-        """Start the process, which imports torch and waits. A session of its own: Ctrl-C reaches it through us alone."""
+        """Start the process, which imports torch and waits. In its own session: Ctrl-C reaches it through us alone."""
         if self._process is not None:
             return
         self._process = subprocess.Popen(
@@ -177,7 +178,9 @@ class Agent:
         if self._process is None or self._process.poll() is not None:
             return False
         try:
-            alive = any(child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(self._process.pid).children())
+            alive = any(
+                child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process(self._process.pid).children()
+            )
         except psutil.NoSuchProcess:
             return False
         self._had_workers = self._had_workers or alive
@@ -225,7 +228,5 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def _signal(process: psutil.Process, how: str) -> None:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         getattr(process, how)()
-    except psutil.NoSuchProcess:
-        pass

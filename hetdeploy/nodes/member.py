@@ -32,7 +32,7 @@ from hetdeploy.gloo.dialect import Dialect, dialect_here
 from hetdeploy.link.client import LinkClient
 from hetdeploy.link.forward import Forward
 from hetdeploy.link.invitation import Invitation
-from hetdeploy.network import interface_of, source_address
+from hetdeploy.network.interfaces import interface_of, source_address
 from hetdeploy.nodes import bundle, launch
 from hetdeploy.nodes.coordinator import PROTOCOL
 from hetdeploy.nodes.job import Job, RunFolder
@@ -97,9 +97,7 @@ def installed_torch() -> str:
 class JobMember:
     """Runs one node's part of a job over an open link. ``run`` returns the whole job's outcome."""
 
-    def __init__(
-        self, client: LinkClient, machine: Machine, show: LineSink, agent: launch.Agent | None = None
-    ) -> None:
+    def __init__(self, client: LinkClient, machine: Machine, show: LineSink, agent: launch.Agent | None = None) -> None:
         self.job = Job.from_json(client.welcome["job"])
         self.name = str(client.welcome["name"])
         self._client = client
@@ -208,7 +206,7 @@ class JobMember:
 
     def _send_lines(self) -> None:
         while not self._lines.empty():
-            batch = []
+            batch: list[tuple[int | None, str]] = []
             while len(batch) < _LOG_BATCH:
                 try:
                     batch.append(self._lines.get_nowait())

@@ -113,7 +113,10 @@ class NativeRuntime:
 
     def _start(self, command: NativeCommand) -> None:
         self._run.path.mkdir(parents=True, exist_ok=True)
-        env = {**scrubbed(os.environ), **{key: entry.value for key, entry in envfile.read(self._state.head_env).items()}}
+        env = {
+            **scrubbed(os.environ),
+            **{key: entry.value for key, entry in envfile.read(self._state.head_env).items()},
+        }
         with self._log(command.service).open("ab") as log:
             child = subprocess.Popen(
                 command.arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True

@@ -1,7 +1,7 @@
 """Training progress, read from what a script prints anyway.
 
-A line counts as progress when it holds ``step N``; ``loss X`` and ``samples/s Y`` are read from the same line. A colon or
-an equals sign may stand between the word and its number, so that ``step=10 loss: 2.31`` is read too.
+A line counts as progress when it holds ``step N``; ``loss X`` and ``samples/s Y`` are read from the same line. A colon
+or an equals sign may stand between the word and its number, so that ``step=10 loss: 2.31`` is read too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The head's rendezvous process: link server, coordinator and the job's TCPStore.
 
-    python -m hetdeploy.nodes.rendezvous              serve the job until it is over; exits with the job's code
-    python -m hetdeploy.nodes.rendezvous --healthy    exit 0 when link and store answer on this machine
-    python -m hetdeploy.nodes.rendezvous --init ...   make the state first: credentials, codes and a job for a script
+python -m hetdeploy.nodes.rendezvous              serve the job until it is over; exits with the job's code
+python -m hetdeploy.nodes.rendezvous --healthy    exit 0 when link and store answer on this machine
+python -m hetdeploy.nodes.rendezvous --init ...   make the state first: credentials, codes and a job for a script
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def initialise(state: Path, script: str, arguments: list[str], store_port: int) 
         backend="gloo",
         link="tunnel",
         head_address="rendezvous",
+        link_port=29400,
         store_port=store_port,
         join_timeout=300.0,
         exit_timeout=60.0,
@@ -137,7 +138,7 @@ def _json(job: Job) -> bytes:
 
 def _start_store(address: tuple[str, int]) -> Any:
     """The TCPStore, listening on ``address`` alone; torch by itself would take every address of the machine."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
         listener = socket.create_server(address, backlog=128)
@@ -145,7 +146,7 @@ def _start_store(address: tuple[str, int]) -> Any:
         raise PreflightError(
             f"the store cannot listen on {address[0]}:{address[1]} ({error.strerror})", "set HETDEPLOY_STORE_PORT"
         ) from None
-    return dist.TCPStore(
+    return TCPStore(
         "127.0.0.1" if address[0] == "0.0.0.0" else address[0],
         address[1],
         is_master=True,

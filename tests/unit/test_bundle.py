@@ -19,8 +19,17 @@ def make(folder: Path, *names: str) -> None:
 
 def test_takes_what_lies_beside_the_script_and_nothing_that_can_be_made_again(tmp_path: Path) -> None:
     job = tmp_path / "job with spaces"
-    make(job, "train.py", "pkg/model.py", "pkg/__pycache__/model.pyc", ".git/config", ".env", "runs/1/log", "my/pyvenv.cfg")
-    make(job, "my/lib/torch.py")
+    make(
+        job,
+        "train.py",
+        "pkg/model.py",
+        "pkg/__pycache__/model.pyc",
+        ".git/config",
+        ".env",
+        "runs/1/log",
+        "my/pyvenv.cfg",
+    )
+    make(job, "my/pyvenv.cfg", "my/lib/torch.py")
     found = collect(job / "train.py", tmp_path / "blobs")
     assert [file.path for file in found.files] == ["pkg/model.py", "train.py"]
 

@@ -24,7 +24,10 @@ def imports_of(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names if node.module == "hetdeploy")}
+            found |= {
+                node.module,
+                *(f"{node.module}.{alias.name}" for alias in node.names if node.module == "hetdeploy"),
+            }
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return {name for name in found if name.startswith("hetdeploy.")}

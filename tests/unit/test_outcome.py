@@ -1,10 +1,13 @@
 """Which failure is shown first, and what it is said to mean."""
 
+import json
 import signal
 
 from hetdeploy.nodes.outcome import Failure, Outcome, decide, describe_exit, explain, shell_code
 
-PEER_CLOSED = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:542] Connection closed by peer [10.0.0.2]:4242"
+PEER_CLOSED = (
+    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:542] Connection closed by peer [10.0.0.2]:4242"
+)
 
 
 def failure(node: str, rank: int | None, code: int, time: float, *lines: str, text: str | None = None) -> Failure:
@@ -43,7 +46,7 @@ def test_no_failure_is_success() -> None:
 
 def test_outcomes_survive_json() -> None:
     outcome = decide([failure("mac", 1, -signal.SIGABRT, 1.0, "last line")], "")
-    assert Outcome.from_json(outcome.to_json() | {"failures": [f for f in outcome.to_json()["failures"]]}) == outcome
+    assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
 def test_signals_are_named_and_mapped_as_a_shell_does() -> None:
