@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from torch.distributed import DistNetworkError
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from hetdeploy.errors import PeerUnreachable, VersionMismatch
@@ -25,6 +25,10 @@ from hetdeploy.gloo.record import BridgeNote, RankRecord, bridged_record, decode
 
 LOOK_AROUND_SECONDS = 1.0
 """How often a rank that waits for a peer looks whether that peer speaks the other dialect."""
+
+# A waiting rank asks the store again and again: a wait in short turns would have torch log each turn as a timeout.
+FIRST_POLL_SECONDS = 0.002
+SLOWEST_POLL_SECONDS = 0.05
 
 RENEWAL_TIMEOUT = 10.0
 """Seconds for a peer to replace the record of an earlier group of the same name, or of a gloo that is gone."""
@@ -153,19 +157,20 @@ class GuardedStore(PassingStore):
         return data
 
     def _wait_for(self, key: str, deadline: float) -> None:
-        """Wait in short turns, and between them look for the signs of a peer that will never write ``key``."""
+        """Wait, and now and then look for the signs of a peer that will never write ``key``."""
         name = _Key.parse(key)
-        while True:
-            left = max(deadline - time.monotonic(), 0.001)
-            try:
-                return self._inner.wait([key], timedelta(seconds=min(left, LOOK_AROUND_SECONDS)))
-            except DistNetworkError:
-                raise
-            except RuntimeError:
-                if left <= LOOK_AROUND_SECONDS:
-                    raise
-            if name is not None:
+        pause = FIRST_POLL_SECONDS
+        started = looked = time.monotonic()
+        while not self._inner.check([key]):
+            now = time.monotonic()
+            if now >= deadline:
+                whom = f"rank {name.rank}" if name else "a peer"
+                raise DistStoreError(f"{whom} did not publish {key} in the store within {now - started:.0f} s")
+            if name is not None and now - looked >= LOOK_AROUND_SECONDS:
+                looked = now
                 self._look_for_other_dialect(name)
+            time.sleep(min(pause, deadline - now))
+            pause = min(2 * pause, SLOWEST_POLL_SECONDS)
 
     def _look_for_other_dialect(self, name: _Key) -> None:
         if name.hostname:
