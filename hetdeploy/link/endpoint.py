@@ -37,6 +37,7 @@ class End:
         self.ending = "open"
         self.read_event = EVENT_READ
         self.write_event = EVENT_WRITE
+        self._ahead = b""
         self._at_end = False
         self._postponed: OSError | None = None
         self._staging = bytearray(TLS_RECORD_BYTES if self.tls else 0)
@@ -54,12 +55,16 @@ class End:
     @property
     def readable_now(self) -> bool:
         """Whether the next read has something to report that the kernel knows nothing about."""
-        if self._at_end or self._postponed is not None:
+        if self._at_end or self._postponed is not None or self._ahead:
             return True
         return isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0
 
     def read(self, into: memoryview) -> int | None:
         """Bytes put into the buffer; 0 at the end of the stream; None if ``read_event`` has to come first."""
+        if self._ahead:
+            count = min(len(self._ahead), len(into))
+            into[:count], self._ahead = self._ahead[:count], self._ahead[count:]
+            return count
         if self._postponed is not None:
             raise EndFailed(self, self._postponed)
         try:
@@ -142,6 +147,7 @@ class End:
         try:
             if isinstance(self.sock, ssl.SSLSocket):
                 if self._farewell is None:
+                    self._ahead += self.sock.recv(self.sock.pending()) if self.sock.pending() else b""
                     self._farewell = close_notify(self.sock)
                 while self._farewell:
                     self._farewell = self._farewell[os.write(self.sock.fileno(), self._farewell) :]
@@ -218,6 +224,7 @@ def close_notify(sock: ssl.SSLSocket) -> bytes:
     Python offers SSL_shutdown only as unwrap(), which calls it twice, and the second call reads. If the peer is sending
     at that moment OpenSSL calls it "application data after close notify" and the connection is lost. So the descriptor
     stands for an empty socket while unwrap() runs: what it writes is picked up there, and it finds nothing to read.
+    Nothing may be pending() in the TLS layer either.
     """
     descriptor = sock.fileno()
     kept = os.dup(descriptor)

@@ -190,15 +190,18 @@ class _Flow:
         self.count = 0
         self.done = False
         self.refused = False
-        self.ready = False
         self.awaited, self.event = source, EVENT_READ
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._chunks: deque[memoryview] = deque()
         self._ending = False
 
+    @property
+    def ready(self) -> bool:
+        """Whether pump() has something to do that no event will announce."""
+        return self.awaited is self.source and self.source.readable_now
+
     def pump(self) -> None:
         """Moves one buffer, or what can be moved of it without blocking, and says what to wait for next."""
-        self.ready = False
         try:
             if not self._chunks and not self._ending and not self._fill():
                 return self._wait(self.source, self.source.read_event)
@@ -209,7 +212,6 @@ class _Flow:
             self.refused = self.done = True
             return None
         if not self._ending:
-            self.ready = self.source.readable_now
             return self._wait(self.source, self.source.read_event)
         if not self.sink.half_close():
             return self._wait(self.sink, self.sink.write_event)
