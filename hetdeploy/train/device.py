@@ -72,6 +72,10 @@ class Staging(Protocol):
         """Copy ``flat`` over ``tensors``; ordered before the device work that is queued afterwards."""
         ...
 
+    def add(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Add flat fp32 CPU ``parts`` to ``tensors``, one each."""
+        ...
+
     def synchronize(self) -> None:
         """Block until the device has done all that was queued."""
         ...
@@ -97,12 +101,16 @@ class HostStaging:
             if tensor is None:
                 part.zero_()
             else:
-                part.view(tensor.shape).copy_(tensor)
+                part.view(tensor.shape).copy_(tensor.detach())
         return _nothing_to_wait_for
 
     def upload(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
         for tensor, part in _parts(flat, tensors):
             tensor.copy_(part)
+
+    def add(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        for part, tensor in zip(parts, tensors, strict=True):
+            tensor.detach().add_(part.view(tensor.shape))
 
     def synchronize(self) -> None:
         pass
@@ -126,6 +134,9 @@ class BlockingStaging:
         on_device = flat.to(self._device)
         for tensor, part in _parts(on_device, tensors):
             tensor.copy_(part)
+
+    def add(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        _add_on_device(parts, tensors, self._device)
 
     def synchronize(self) -> None:
         self._synchronize()
@@ -160,6 +171,9 @@ class StreamStaging:
         for tensor, part in _parts(on_device, tensors):
             tensor.copy_(part)
 
+    def add(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        _add_on_device(parts, tensors, self._device)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
@@ -192,6 +206,13 @@ def _flatten(tensors: Sequence[Tensor]) -> Tensor:
 def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         yield tensor.detach(), part.view(tensor.shape)
+
+
+def _add_on_device(parts: Sequence[Tensor], tensors: Sequence[Tensor], device: torch.device) -> None:
+    if not parts:
+        return
+    for tensor, part in _parts(torch.cat(list(parts)).to(device), tensors):
+        tensor.add_(part)
 
 
 def _nothing_to_wait_for() -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hetdeploy.train.background import Background
 from hetdeploy.train.device import Ready
-from hetdeploy.train.wire import BLOCK, Wire
+from hetdeploy.train.wire import BLOCK, Wire, encode_with_feedback, first_non_finite
 from hetdeploy.train.world import EXCHANGE_TIMEOUT, Group, Pending, World
 
 IN_FLIGHT = 3
@@ -162,7 +162,7 @@ class _Gather:
         self._received = buffers.take(length * group.size)
         self.bytes_sent = length * (group.size - 1)
         self._ranks = group.size
-        _encode(wire, flat, self._sent, residual)
+        encode_with_feedback(wire, flat, self._sent, residual)
         self._pending = group.all_gather(self._received, self._sent)
 
     def finish(self) -> None:
@@ -190,7 +190,7 @@ class _TwoPhase:
         self._received = buffers.take(self._length * first.size)
         self.bytes_sent = 2 * self._length * (first.size - 1)
         for values, payload, carried in zip(self._parts, self._payloads(self._sent), residuals, strict=True):
-            _encode(wire, values, payload, carried)
+            encode_with_feedback(wire, values, payload, carried)
         self._pending = first.all_to_all(self._received, self._sent)
 
     def finish(self) -> None:
@@ -204,7 +204,7 @@ class _TwoPhase:
         own_rounding = None if self._residual is None else self._residual.clone()
         if self._residual is not None:
             self._residual.zero_()
-        _encode(self._wire, mine, payload[: self._wire.payload_bytes(mine.numel())], self._residual)
+        encode_with_feedback(self._wire, mine, payload[: self._wire.payload_bytes(mine.numel())], self._residual)
         if self._residual is not None and own_rounding is not None:
             self._residual.add_(own_rounding)
         self._second.all_gather(self._received, payload).wait("gathering sums")
@@ -241,17 +241,6 @@ class _Buffers:
             self._free = sorted(self._free, key=Tensor.numel)[-2 * IN_FLIGHT :]
 
 
-def _encode(wire: Wire, values: Tensor, payload: Tensor, residual: Tensor | None) -> None:
-    """``values`` into ``payload``, with ``residual`` added before and replaced by what rounding took."""
-    if residual is None:
-        wire.encode(values, payload)
-        return
-    values.add_(residual)
-    wire.encode(values, payload)
-    wire.decode(payload, residual)
-    torch.sub(values, residual, out=residual)
-
-
 def _decode_sum(wire: Wire, payloads: list[Tensor], values: Tensor) -> None:
     wire.decode(payloads[0], values)
     for payload in payloads[1:]:
@@ -259,10 +248,10 @@ def _decode_sum(wire: Wire, payloads: list[Tensor], values: Tensor) -> None:
 
 
 def _refuse_non_finite(flat: Tensor, refuse: Callable[[int], None]) -> bool:
-    # The maximum norm is one pass without a temporary, and NaN and Inf show in it.
-    if flat.numel() == 0 or bool(torch.linalg.vector_norm(flat, ord=float("inf")).isfinite()):
+    position = first_non_finite(flat)
+    if position is None:
         return True
-    refuse(int(flat.isfinite().logical_not_().nonzero()[0]))
+    refuse(position)
     flat.zero_()
     return False
 

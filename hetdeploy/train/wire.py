@@ -66,6 +66,27 @@ def wire_format(name: str) -> Wire:
     raise MisuseError(f"wire format {name!r} is not known", "use fp32, bf16 or int8")
 
 
+def encode_with_feedback(wire: Wire, values: Tensor, payload: Tensor, residual: Tensor | None) -> None:
+    """``values`` into ``payload``, with ``residual`` added before and replaced by what rounding took. Changes
+    ``values``.
+    """
+    if residual is None:
+        wire.encode(values, payload)
+        return
+    values.add_(residual)
+    wire.encode(values, payload)
+    wire.decode(payload, residual)
+    torch.sub(values, residual, out=residual)
+
+
+def first_non_finite(values: Tensor) -> int | None:
+    """Position of the first NaN or Inf in flat ``values``, which no format can carry."""
+    # The maximum norm is one pass without a temporary, and NaN and Inf show in it.
+    if values.numel() == 0 or bool(torch.linalg.vector_norm(values, ord=float("inf")).isfinite()):
+        return None
+    return int(values.isfinite().logical_not_().nonzero()[0])
+
+
 class Fp32:
     """Bits as they are."""
 

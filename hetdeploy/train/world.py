@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from hetdeploy.train.errors import PeerLost
+
+Store: TypeAlias = Any
+"""A ``torch.distributed.Store``. Its type stubs lack what is used of it here (clone, check)."""
 
 EXCHANGE_TIMEOUT = datetime.timedelta(minutes=5)
 """How long a rank waits for the slowest one in an exchange before it calls it lost."""
@@ -43,14 +46,14 @@ class World:
         return cls(dist.get_rank(), dist.get_world_size(), connect)
 
     @classmethod
-    def over(cls, store: distributed_c10d.Store, rank: int, size: int) -> World:
+    def over(cls, store: Store, rank: int, size: int) -> World:
         """``size`` ranks that share ``store`` and need no default process group: a crew's pair, or threads of a
         test.
         """
 
         def connect(purpose: str, timeout: datetime.timedelta) -> Any:
             # By name at every call: a launcher may have put a subclass there that reaches other dialects of gloo.
-            return distributed_c10d.ProcessGroupGloo(distributed_c10d.PrefixStore(purpose, store), rank, size, timeout)
+            return distributed_c10d.ProcessGroupGloo(prefixed(purpose, store), rank, size, timeout)
 
         return cls(rank, size, connect)
 
@@ -149,6 +152,11 @@ class Pending:
             self._work.wait()
         except RuntimeError as error:
             raise self._group.lost(error, doing) from error
+
+
+def prefixed(prefix: str, store: Store) -> Store:
+    """``store`` with all keys under ``prefix``."""
+    return distributed_c10d.PrefixStore(prefix, store)
 
 
 def _first_line(error: BaseException) -> str:
