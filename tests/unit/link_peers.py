@@ -33,6 +33,7 @@ def tls_pair(credentials: Credentials) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
     raw_client, raw_server = tcp_pair()
     server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server_context.load_cert_chain(credentials.certificate, credentials.key)
+    server_context.num_tickets = 0
     client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client_context.check_hostname = False
     client_context.verify_mode = ssl.CERT_NONE
