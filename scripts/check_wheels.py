@@ -21,8 +21,8 @@ from hetdeploy.errors import HetdeployError, UsageError, VersionMismatch
 try:
     from wheel_witness import tcp, uv
     from wheel_witness.checks import Check, Library, Result, examine
-    from wheel_witness.images import MappedImage, open_image
-    from wheel_witness.prove import prove
+    from wheel_witness.images import open_image
+    from wheel_witness.prove import Proof, prove
     from wheel_witness.wheels import LINUX, MACOS, Platform, library
 except ModuleNotFoundError as missing:
     if missing.name != "capstone":
@@ -56,8 +56,9 @@ def examine_version(version: str, cache: Path, proving: bool = False) -> dict[st
             sources[system.title] = source.origin
             image = open_image(source.path)
             try:
-                results = examine(Library(image), side)
-                checks += [_entry(result, system, _missed(image, result) if proving else []) for result in results]
+                for result in examine(Library(image), side):
+                    proofs = prove(image, result.check) if proving and not result.problem else None
+                    checks.append(_entry(result, system, proofs))
             finally:
                 image.close()
     return {
@@ -69,30 +70,27 @@ def examine_version(version: str, cache: Path, proving: bool = False) -> dict[st
     }
 
 
-def _missed(image: MappedImage, result: Result) -> list[str]:
-    """The instructions that could be changed without the check noticing."""
-    if result.problem:
-        return []
-    proofs = prove(image, result.check)
-    return [f"{proof.evidence.symbol}+{proof.evidence.offset:#x}" for proof in proofs if proof.verdict is None]
+def default_cache() -> Path:
+    """Where wheels are kept unless --cache says otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetdeploy" / "wheels"
 
 
-def _entry(result: Result, system: Platform, missed: list[str]) -> dict[str, Any]:
+def _entry(result: Result, system: Platform, proofs: list[Proof] | None) -> dict[str, Any]:
     problem = result.problem
+    missed = [proof.evidence for proof in proofs or [] if proof.verdict is None]
     if missed:
-        problem = f"the check notices no change at {', '.join(missed)}"
-    evidence = [
-        {"what": item.what, "symbol": item.symbol, "offset": item.offset, "instruction": item.instruction}
-        for item in result.evidence
-    ]
-    name, claim = result.check.name, result.check.claim
+        problem = "the check does not notice a change at " + ", ".join(f"{at.symbol}+{at.offset:#x}" for at in missed)
     return {
-        "name": name,
+        "name": result.check.name,
         "system": system.title,
-        "claim": claim,
+        "claim": result.check.claim,
         "ok": not problem,
         "problem": problem,
-        "evidence": evidence,
+        "changes_noticed": None if proofs is None else len(proofs) - len(missed),
+        "evidence": [
+            {"what": item.what, "symbol": item.symbol, "offset": item.offset, "instruction": item.instruction}
+            for item in result.evidence
+        ],
     }
 
 
@@ -104,6 +102,8 @@ def _text(report: dict[str, Any]) -> str:
             if check["system"] != system:
                 continue
             lines.append(f"{'ok  ' if check['ok'] else 'FAIL'} {check['name']}: {check['problem'] or check['claim']}")
+            if check["changes_noticed"]:
+                lines.append(f"       changed in {check['changes_noticed']} ways, the library fails this check")
             for item in check["evidence"]:
                 place = f"{item['symbol']}+{item['offset']:#x}  {item['instruction']}" if item["instruction"] else ""
                 lines.append(f"       {item['what']}" + (f"\n           {place}" if place else ""))
@@ -116,14 +116,11 @@ def _text(report: dict[str, Any]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser = argparse.ArgumentParser(
         description="Compare a torch version's wheels with what the gloo bridge relies on."
     )
     parser.add_argument("version", help="a torch version that has wheels for both systems, such as 2.13.0")
-    parser.add_argument(
-        "--cache", type=Path, default=home / "hetdeploy" / "wheels", help="where wheels are kept [%(default)s]"
-    )
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="where wheels are kept [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--prove", action="store_true", help="also change each constant found, and see its check fail")
     return parser

@@ -1,13 +1,15 @@
-"""The checks of the pair address, which both dialects lay out alike but for its sequence number."""
+"""The checks of the pair address, which both dialects lay out alike but for its sequence number.
+
+Here and in the modules beside it, what a library must hold is taken from the bridge's own modules where they name it.
+"""
 
 from __future__ import annotations
+
+from hetdeploy.gloo.address import PAIR_ADDRESS_BYTES, SOCKADDR_BYTES
 
 from .checks import Differs, Evidence, Found, Library, compared, expect, passed, stores
 from .trace import Run
 from .values import loaded, number, unknown
-
-RECORD_SIZE = 0x88
-SEQUENCE_OFFSET = 0x80
 
 THIS, FIRST = unknown("arg0"), unknown("arg1")
 
@@ -18,8 +20,8 @@ def record_size(library: Library, namespace: str) -> list[Evidence]:
     write = library.follow(f"_ZNK4gloo9transport{namespace}7Address5bytes(B5cxx11)?Ev")
     size = loaded(8, FIRST.plus(number(8))).plus(loaded(8, FIRST), -1)
     return [
-        *expect(read, "the record size that is accepted", compared(read, size), {RECORD_SIZE}),
-        *expect(write, "the record size that is written", passed(write, "_Znwm", 0), {RECORD_SIZE}),
+        *expect(read, "the record size that is accepted", compared(read, size), {PAIR_ADDRESS_BYTES}),
+        *expect(write, "the record size that is written", passed(write, "_Znwm", 0), {PAIR_ADDRESS_BYTES}),
     ]
 
 
@@ -30,11 +32,11 @@ def sequence(library: Library, namespace: str, size: int) -> list[Evidence]:
     code = {4: "i", 8: "l"}[size]
     if not make.function.symbol.endswith(code):
         raise Differs(f"the sequence number is of C++ type {make.function.symbol[-1]!r}; the bridge expects {code!r}")
-    place, at = _copied(read, SEQUENCE_OFFSET)
+    place, at = _copied(read, SOCKADDR_BYTES)
     offset = Found(place - sockaddr_offset(library, namespace), at)
     made = [store for store in stores(make, address=THIS.plus(number(place))) if not store.value.known]
     return [
-        *expect(read, "the sequence number's offset", [offset], {SEQUENCE_OFFSET}),
+        *expect(read, "the sequence number's offset", [offset], {SOCKADDR_BYTES}),
         *expect(make, "the sequence number's size", [Found(store.width, store.at) for store in made], {size}),
     ]
 

@@ -60,7 +60,7 @@ class Library:
 
     def __init__(self, image: Image) -> None:
         self.image = image
-        self._runs: dict[str, Run] = {}
+        self.runs: dict[str, Run] = {}
         self._dialect: Dialect = Arm64() if image.machine == "arm64" else X86()
 
     def follow(self, pattern: str) -> Run:
@@ -68,9 +68,9 @@ class Library:
         symbol = self.symbol(pattern)
         if symbol is None:
             raise Differs(f"the library has no function {readable(pattern)} (no symbol matches {pattern})")
-        if symbol not in self._runs:
-            self._runs[symbol] = trace(self.image, self.image.function(symbol), self._dialect)
-        return self._runs[symbol]
+        if symbol not in self.runs:
+            self.runs[symbol] = trace(self.image, self.image.function(symbol), self._dialect)
+        return self.runs[symbol]
 
     def symbol(self, pattern: str) -> str | None:
         """The symbol that matches ``pattern`` in full, or None. Raises Differs when several functions do.
@@ -86,7 +86,7 @@ class Library:
 
     def spoil(self, evidence: Evidence) -> bytes | None:
         """The instruction that ``evidence`` names, changed so that it says something else; None if it cannot be."""
-        for run in self._runs.values():
+        for run in self.runs.values():
             if evidence.instruction and evidence.address in run.instructions:
                 return self._dialect.spoil(run.instructions[evidence.address])
         return None

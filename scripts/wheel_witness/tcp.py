@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from hetdeploy.gloo.address import SEQUENCE, SockAddr
+from hetdeploy.gloo.dialect import Dialect, Layout
+from hetdeploy.gloo.wire import DATA, HEADER_BYTES, RECV_READY, SEND_READY
+
 from . import addresses
 from .checks import (
     Check,
@@ -26,13 +30,13 @@ NAMESPACE = "3tcp"
 TCP = "_ZN4gloo9transport3tcp"
 SEND_OP = f"{TCP}4Pair13sendAsyncModeERNS1_2OpE"
 
-GREETING_SIZE = 8
-HEADER_SIZE = 0x30
+GREETING_SIZE = SEQUENCE[Dialect.TCP].size
+HEADER_SIZE = HEADER_BYTES[Dialect.TCP]
 OPCODE_OFFSET = 8
 FAMILY_OFFSET, PORT_OFFSET = 0, 2
-AF_INET, AF_INET6 = 2, 10
+AF_INET, AF_INET6 = (int.from_bytes(SockAddr(host, 0).encode(Layout.LINUX)[:2], "little") for host in ("0.0.0.0", "::"))
 ADDRESSES = {AF_INET: (4, 4), AF_INET6: (8, 16)}  # family: offset and size of the address within the sockaddr
-BOUND_BUFFER, DATA, SEND_READY, RECV_READY = 0, 1, 2, 3
+BOUND_BUFFER = 0  # tcp alone has it; no collective of torch uses it
 NO_SEQUENCE = -1
 
 THIS, FIRST, SECOND, THIRD, FOURTH = (unknown(f"arg{i}") for i in range(5))
@@ -47,7 +51,7 @@ def address_record(library: Library) -> list[Evidence]:
 
 
 def sequence(library: Library) -> list[Evidence]:
-    return addresses.sequence(library, NAMESPACE, 8)
+    return addresses.sequence(library, NAMESPACE, GREETING_SIZE)
 
 
 def family(library: Library) -> list[Evidence]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from hetdeploy.gloo.address import SEQUENCE, SockAddr
+from hetdeploy.gloo.dialect import Dialect, Layout
+from hetdeploy.gloo.wire import DATA, HEADER_BYTES, RECV_READY, SEND_READY
+
 from . import addresses
 from .checks import (
     Check,
@@ -31,13 +35,12 @@ WRITE_OP = f"{UV}4Pair7writeOpENS1_2OpE"
 WRITE_LATER = r"_ZNSt3__110__function6__funcIZN4gloo9transport2uv4Pair7writeOpENS4_2OpEE.*clEv"
 INITIATE, LISTEN = f"{UV}6Device18connectAsInitiatorE.*", f"{UV}6Device17connectAsListenerE.*"
 
-GREETING_SIZE = 4
-HEADER_SIZE = 0x20
+GREETING_SIZE = SEQUENCE[Dialect.UV].size
+HEADER_SIZE = HEADER_BYTES[Dialect.UV]
 OPCODE_OFFSET = 8
 FAMILY_OFFSET, PORT_OFFSET = 1, 2
-AF_INET, AF_INET6 = 2, 0x1E
+AF_INET, AF_INET6 = (SockAddr(host, 0).encode(Layout.DARWIN)[FAMILY_OFFSET] for host in ("0.0.0.0", "::"))
 ADDRESSES = {AF_INET: (4, 4), AF_INET6: (8, 16)}  # family: offset and size of the address within the sockaddr
-DATA, SEND_READY, RECV_READY = 1, 2, 3
 RANK_KEY = "rank_"
 ORDERED = (" s< 0x0", " s>= 0x0")
 
@@ -53,7 +56,7 @@ def address_record(library: Library) -> list[Evidence]:
 
 
 def sequence(library: Library) -> list[Evidence]:
-    return addresses.sequence(library, NAMESPACE, 4)
+    return addresses.sequence(library, NAMESPACE, GREETING_SIZE)
 
 
 def family(library: Library) -> list[Evidence]:

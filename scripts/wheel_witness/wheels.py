@@ -50,15 +50,32 @@ def library(version: str, system: Platform, cache: Path) -> Iterator[Source]:
     if installed is not None:
         yield installed
         return
-    wheel = _wheel(version, system, cache)
+    packed = wheel(version, system, cache)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         path = Path(folder) / system.library
         try:
-            with zipfile.ZipFile(wheel) as archive, path.open("wb") as file:
+            with zipfile.ZipFile(packed) as archive, path.open("wb") as file:
                 shutil.copyfileobj(archive.open(f"torch/lib/{system.library}"), file, 1 << 20)
         except (KeyError, zipfile.BadZipFile) as error:
-            raise HetdeployError(f"{wheel} has no torch/lib/{system.library} ({error})", f"delete {wheel}") from error
-        yield Source(path, wheel.name)
+            raise HetdeployError(f"{packed} has no torch/lib/{system.library} ({error})", f"delete {packed}") from error
+        yield Source(path, packed.name)
+
+
+def wheel(version: str, system: Platform, cache: Path) -> Path:
+    """The wheel in ``cache``, downloaded into it if need be. A download that breaks off leaves nothing there.
+
+    Raises HetdeployError when pip finds no such wheel.
+    """
+    folder = cache / f"torch-{version}-{system.tag}"
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as unfinished:
+            _download(version, system, Path(unfinished) / "wheel")
+            (Path(unfinished) / "wheel").rename(folder)
+    wheels = sorted(folder.glob("torch-*.whl"))
+    if not wheels:
+        raise HetdeployError(f"{folder} holds no wheel", f"delete {folder}")
+    return wheels[0]
 
 
 def _installed(version: str, system: Platform) -> Source | None:
@@ -72,20 +89,6 @@ def _installed(version: str, system: Platform) -> Source | None:
     if version not in (found.version, found.version.partition("+")[0]) or not path.is_file():
         return None
     return Source(path, f"torch {found.version} as installed in {sys.prefix}")
-
-
-def _wheel(version: str, system: Platform, cache: Path) -> Path:
-    """The wheel in ``cache``, downloaded into it if need be. A download that breaks off leaves nothing there."""
-    folder = cache / f"torch-{version}-{system.tag}"
-    if not folder.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as unfinished:
-            _download(version, system, Path(unfinished) / "wheel")
-            (Path(unfinished) / "wheel").rename(folder)
-    wheels = sorted(folder.glob("torch-*.whl"))
-    if not wheels:
-        raise HetdeployError(f"{folder} holds no wheel", f"delete {folder}")
-    return wheels[0]
 
 
 def _download(version: str, system: Platform, folder: Path) -> None:
