@@ -54,9 +54,21 @@ def challenge(nonce: str, pin: bytes, kind: str) -> bytes:
     return b"\0".join((nonce.encode(), pin.hex().encode(), kind.encode()))
 
 
+class _Socket(ssl.SSLSocket):
+    """A TLS socket that can be made of a connection that is gone already; the handshake will find that out.
+
+    ssl.SSLSocket asks for the peer while it is being made and, where there is none any more, may leave itself open.
+    """
+
+    def getpeername(self) -> Any:
+        try:
+            return super().getpeername()
+        except OSError:
+            return ("gone", 0)
+
+
 def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context = _context(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     # Nobody resumes sessions here, and a ticket that the client has not read turns its close into a reset.
     context.num_tickets = 0
@@ -77,6 +89,13 @@ def greet(sock: ssl.SSLSocket, deadline: float) -> str:
     return nonce
 
 
+def _context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.sslsocket_class = _Socket
+    return context
+
+
 class Approach:
     """Client: the way to one server, for any number of connections.
 
@@ -89,8 +108,7 @@ class Approach:
         self.where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.pin = pin
         self._source = source_address
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._context.minimum_version = ssl.TLSVersion.TLSv1_3
+        self._context = _context(ssl.PROTOCOL_TLS_CLIENT)
         self._context.check_hostname = False  # there is no authority to trust: the pin decides
         self._context.verify_mode = ssl.CERT_NONE
 
@@ -100,14 +118,10 @@ class Approach:
         The clock reading is off by half the round trip at most.
         """
         raw = self._connect(deadline)
-        try:
-            tune(raw)
-            sock = self._context.wrap_socket(raw, do_handshake_on_connect=False, suppress_ragged_eofs=False)
-        except BaseException:
-            raw.close()
-            raise
+        sock = self._context.wrap_socket(raw, do_handshake_on_connect=False, suppress_ragged_eofs=False)
         try:
             with self._explained("TLS handshake"):
+                tune(sock)
                 sock.settimeout(frames.remaining(deadline))
                 sock.do_handshake()
             self._check_pin(sock)
@@ -131,8 +145,10 @@ class Approach:
         sock, nonce, skew = self.open(deadline)
         try:
             proof = prove(key, challenge(nonce, self.pin, kind)).hex()
+            frame = frames.encode({"kind": kind, "proof": proof, **fields}, frames.LIMIT_BEFORE_AUTHENTICATION)
             with self._explained("request"):
-                frames.send(sock, {"kind": kind, "proof": proof, **fields}, deadline)
+                sock.settimeout(frames.remaining(deadline))
+                sock.sendall(frame)
             answer = self.receive(sock, deadline)
             if answer.get("ok") is not True:
                 raise Refused(str(answer.get("error")), str(answer.get("message")))

@@ -250,9 +250,13 @@ class LinkServer:
     def _current_credentials(self) -> Credentials:
         """Codes are rotated by another process while this one runs."""
         with self._lock:
-            version = self._file_version()
-            if version != self._version:
-                self._credentials, self._version = Credentials.load(self._folder), version
+            try:
+                version = self._file_version()
+                if version != self._version:
+                    self._credentials, self._version = Credentials.load(self._folder), version
+            except (OSError, HetdeployError) as error:
+                log.warning("codes cannot be checked: %s", error)
+                raise Refused("server", "the head cannot read its codes; its log says why") from error
             return self._credentials
 
     def _file_version(self) -> tuple[int, int]:

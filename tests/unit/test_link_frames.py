@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from link_peers import tcp_pair
 
@@ -24,7 +24,8 @@ values = st.recursive(
 messages = st.dictionaries(text, values, max_size=5)
 
 
-@given(st.lists(messages, max_size=5), st.integers(1, 50))
+@settings(max_examples=40)
+@given(st.lists(messages, max_size=3), st.integers(1, 50))
 def test_messages_survive_any_cutting(sent: list[dict[str, Any]], step: int) -> None:
     stream = b"".join(frames.encode(message) for message in sent)
     reader = FrameReader()
