@@ -19,6 +19,7 @@ from .values import Value, loaded, number, unknown
 VISITS = 4
 MOST_STEPS = 40_000
 WORD = 8
+GIVE_BACK_DESTINATION = ("memcpy", "memmove", "memset")  # C standard, 7.24
 
 Words = dict[Value, tuple[int, Value]]
 
@@ -156,9 +157,11 @@ class Run:
         self.facts.append(Compare(self.at, self.state.conditions, left, right))
 
     def call(self, target: int | None, arguments: tuple[Value, ...]) -> Value:
-        """Notes a call. Returns the unknown that it gives back."""
+        """Notes a call. Returns what it gives back."""
         name = None if target is None else self.image.name(target)
         self.facts.append(Call(self.at, self.state.conditions, name, arguments, dict(self.state.memory)))
+        if name in GIVE_BACK_DESTINATION:
+            return arguments[0]
         return unknown(f"{name or 'call'}()@{self.at - self.function.address:x}")
 
     def returns(self, value: Value) -> None:

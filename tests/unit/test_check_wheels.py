@@ -475,9 +475,8 @@ _ZNK4gloo9transport3tcp4Rank5bytesEv
     488d7d10            lea rdi, [rbp + 0x10]
     4c89ea              mov rdx, r13
     e800f8feff          call 0x840
-    4c01ed              add rbp, r13
-    488d7d10            lea rdi, [rbp + 0x10]
-    e9f4f7feff          jmp 0x840
+    4a8d3c28            lea rdi, [rax + r13]
+    e9f7f7feff          jmp 0x840
 _ZN4gloo9transport3tcp7Context24createAndConnectAllPairsE
     48c7c6ffffffff      mov rsi, 0xffffffffffffffff
     e9f4f0ffff          jmp 0x10200
