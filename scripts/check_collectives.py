@@ -14,6 +14,7 @@ collective.
 
 import argparse
 import datetime
+import gc
 import os
 import platform
 import sys
@@ -21,6 +22,10 @@ import time
 
 import torch
 import torch.distributed as dist
+
+# An optimizer's first step imports this module (torch 2.13), and its functions bind the process group of that moment
+# as a default argument: the group would outlive destroy_process_group, and its threads abort the interpreter's exit.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,6 +70,9 @@ def main() -> int:
     except RuntimeError as error:  # how torch.distributed reports peers that are gone and deadlines that are over
         report.say(f"stopped after {report.checks} checks: {error}")
         return 1
+    # DDP must be gone before its group. Were it the last to hold the group, it would wait for gloo's threads with
+    # Python's lock in hand, while they wait for that lock (torch 2.13).
+    gc.collect()
     dist.destroy_process_group()
 
     if report.first_wrong:

@@ -16,6 +16,7 @@ each rank keeps its gradients in one flat buffer, which takes the way through CP
 
 import argparse
 import datetime
+import gc
 import json
 import math
 import os
@@ -27,6 +28,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+# The optimizer's first step imports this module (torch 2.13), and its functions bind the process group of that moment
+# as a default argument: the group would outlive destroy_process_group, and its threads abort the interpreter's exit.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional
@@ -286,6 +291,10 @@ def main() -> None:
     curves = [curve] * world
     if world > 1:
         dist.all_gather_object(curves, curve)
+        # DDP must be gone before its group. Were it the last to hold the group, it would wait for gloo's threads with
+        # Python's lock in hand, while they wait for that lock (torch 2.13).
+        del trained
+        gc.collect()
         dist.destroy_process_group()
     if args.out and rank == 0:
         last = sum(c[-1][1] * theirs["batch_size"] for c, theirs in zip(curves, ranks, strict=True))
