@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +143,20 @@ class AllReduce:
             layout.align(self._summer.group, self._model)
         self._left = time.perf_counter()
         return record
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's step and error feedback: CPU tensors and numbers."""
+        return {"step": self.step, "residuals": [None if each is None else each.clone() for each in self._residuals]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What ``state_dict`` returned on this rank. ``step`` must be the same on all ranks."""
+        sizes = [None if residual is None else residual.numel() for residual in state["residuals"]]
+        if sizes != [None if residual is None else residual.numel() for residual in self._residuals]:
+            raise MisuseError("the saved error feedback has other buckets", "use the same model, wire and bucket_mb")
+        self.step = state["step"]
+        for mine, saved in zip(self._residuals, state["residuals"], strict=True):
+            if mine is not None:
+                mine.copy_(saved)
 
     def close(self) -> None:
         """Remove the hooks and end the threads."""

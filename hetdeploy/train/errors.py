@@ -35,13 +35,14 @@ class LayoutMismatch(TrainError):
 
 
 class NonFiniteGradient(TrainError):
-    """NaN or Inf in a gradient. Raised on every rank at the same step, with gradients dropped and weights untouched."""
+    """NaN or Inf in a gradient, raised on every rank at the same step. Gradients are dropped. Weights are those before
+    the step (for a pseudo-gradient: the master weights), so the script may catch this and go on with the next step.
+    """
 
-    def __init__(self, rank: int, parameter: str, step: int) -> None:
+    def __init__(self, rank: int, parameter: str, step: int, what: str = "gradient") -> None:
         super().__init__(
-            f"gradient of {parameter} is NaN or Inf on rank {rank} at step {step}",
-            "lower the learning rate, clip, or look at that rank's batch; weights are unchanged, "
-            "so the script may catch this and go on with the next step",
+            f"{what} of {parameter} is NaN or Inf on rank {rank} at step {step}, which was not applied on any rank",
+            "lower the learning rate, clip, or look at that rank's batch",
         )
         self.rank = rank
         self.parameter = parameter

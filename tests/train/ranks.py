@@ -4,17 +4,21 @@ import threading
 
 import torch.distributed as dist
 
+from hetdeploy.train.errors import PeerLost
 from hetdeploy.train.world import World
 
 DEADLINE = 60.0
 
 
 def run(size, body):
-    """``body(world)`` on ``size`` ranks at once; their results in rank order. The first rank's exception is raised."""
+    """``body(world)`` on ``size`` ranks at once; their results in rank order. A rank's exception is raised.
+
+    One that failed by itself goes before one that only waited for it.
+    """
     results = outcomes(size, body)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, (TimeoutError, PeerLost))):
+        raise error
     return results
 
 
