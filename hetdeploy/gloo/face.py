@@ -1,13 +1,17 @@
-"""Gives a Linux rank the face of a macOS one, so that torch itself can be put on both ends of the ``uv`` dialect.
+"""Gives a rank the face of the other dialect, so that torch itself can be on both ends of a bridge on one machine.
 
-The reverse of a bridge, for tests and the self-test alone: the rank's ``tcp`` gloo is made to publish and read ``uv``
-records, in either socket address layout, and its listener hidden behind one that takes ``uv`` greetings and messages.
+The reverse of a bridge, for tests and the self-test alone: what the rank's gloo publishes is rewritten into the other
+dialect's records, and its listener hidden behind one that takes the other dialect's greetings and messages. On Linux a
+rank behind the bridge wears the face of a Mac's; on macOS a rank without a bridge wears that of a Linux one. A face can
+only be dialled: its peers have to be behind a bridge, or it has to be itself.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Mapping
+from datetime import timedelta
 
 from hetdeploy.gloo.address import SEQUENCE, UNREACHABLE, PairAddress, SockAddr
 from hetdeploy.gloo.dialect import Dialect, GlooProtocolError, Layout
@@ -20,7 +24,7 @@ GREETING_TIMEOUT = 10.0
 """Seconds for whoever connects to greet."""
 
 
-class FacedStore(PassingStore):
+class MacFace(PassingStore):
     """Takes the store calls of a ``tcp`` gloo and makes those of a ``uv`` gloo out of them, in the same order."""
 
     def __init__(self, inner: PassingStore, rank: int, size: int, layout: Layout) -> None:
@@ -37,7 +41,8 @@ class FacedStore(PassingStore):
         for lower in range(self._rank):
             super().wait([f"{prefix}rank_{lower}"])
             super().get(f"{prefix}rank_{lower}")
-        shown = _open_face(record.address)
+        hidden = dict.fromkeys(record.sequences, record.address)
+        shown = _open_face(hidden, Dialect.TCP, Dialect.UV)
         pairs = {peer: PairAddress(shown, record.sequences[peer]) for peer in range(self._size) if peer != self._rank}
         return super().set(key, encode_uv(pairs, self._layout))
 
@@ -47,34 +52,74 @@ class FacedStore(PassingStore):
         if number is None or number == self._rank or self._size == 1:
             return data
         pair = decode_uv(data, number, self._size, self._layout)[self._rank]
-        if pair.address not in UNREACHABLE.values():
-            raise GlooProtocolError(f"the bridge gave {pair.address} as the address of rank {number}")
+        _check_unreachable(pair.address, number)
         return RankRecord(b"bridged", pair.address, (pair.sequence,) * self._size).encode()
 
     def close(self) -> None:
         self._passing.close()
 
 
-def _open_face(hidden: SockAddr) -> SockAddr:
-    """Listen as a ``uv`` gloo would, for as long as the process lives, in front of the ``tcp`` gloo at ``hidden``."""
+class LinuxFace(PassingStore):
+    """Takes the store calls of a ``uv`` gloo and makes those of a ``tcp`` gloo out of them."""
+
+    def __init__(self, inner: PassingStore, rank: int, size: int, layout: Layout) -> None:
+        super().__init__(inner)
+        self._rank, self._size, self._layout = rank, size, layout
+        self._hostname = b""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        _, number = _split(key)
+        data = value.encode() if isinstance(value, str) else value
+        if number != self._rank:  # rank_<own rank>: a tcp rank has no such key
+            self._hostname = data
+            return None
+        pairs = decode_uv(data, self._rank, self._size, self._layout)
+        shown = _open_face({pair.sequence: pair.address for pair in pairs.values()}, Dialect.UV, Dialect.TCP)
+        sequences = [pairs[peer].sequence if peer != self._rank else 0 for peer in range(self._size)]
+        return super().set(key, RankRecord(self._hostname, shown, tuple(sequences)).encode())
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        super().wait([key.replace("rank_", "") for key in keys], timeout)
+
+    def get(self, key: str) -> bytes:
+        record = RankRecord.decode(super().get(key.replace("rank_", "")), self._size)
+        _, number = _split(key)
+        if number is None:
+            return record.hostname
+        _check_unreachable(record.address, number)
+        others = [rank for rank in range(self._size) if rank != number]
+        return encode_uv({rank: PairAddress(record.address, 0) for rank in others}, self._layout)
+
+
+def _open_face(hidden: Mapping[int, SockAddr], own: Dialect, shown: Dialect) -> SockAddr:
+    """Listen in ``shown``, for as long as the process lives, in front of a gloo that takes ``own`` at ``hidden``.
+
+    ``hidden`` is by the sequence number that a peer greets with.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=_accept, args=(listener, hidden), name="face", daemon=True).start()
+    threading.Thread(target=_accept, args=(listener, hidden, own, shown), name="face", daemon=True).start()
     return SockAddr("127.0.0.1", listener.getsockname()[1])
 
 
-def _accept(listener: socket.socket, hidden: SockAddr) -> None:
+def _accept(listener: socket.socket, hidden: Mapping[int, SockAddr], own: Dialect, shown: Dialect) -> None:
     while True:
         outside, _ = listener.accept()
-        threading.Thread(target=_carry, args=(outside, hidden), name="face pair", daemon=True).start()
+        threading.Thread(target=_carry, args=(outside, hidden, own, shown), name="face pair", daemon=True).start()
 
 
-def _carry(outside: socket.socket, hidden: SockAddr) -> None:
+def _carry(outside: socket.socket, hidden: Mapping[int, SockAddr], own: Dialect, shown: Dialect) -> None:
     outside.settimeout(GREETING_TIMEOUT)
-    number = SEQUENCE[Dialect.UV]
+    number = SEQUENCE[shown]
     (sequence,) = number.unpack(outside.recv(number.size, socket.MSG_WAITALL))
-    inside = socket.create_connection((hidden.host, hidden.port), timeout=GREETING_TIMEOUT)
-    inside.sendall(greeting(Dialect.TCP, sequence))
-    relay(inside, outside, *codecs(Dialect.TCP, Dialect.UV, "the rank itself", "the bridge"))
+    address = hidden[sequence]
+    inside = socket.create_connection((address.host, address.port), timeout=GREETING_TIMEOUT)
+    inside.sendall(greeting(own, sequence))
+    relay(inside, outside, *codecs(own, shown, "the rank itself", "the bridge"))
+
+
+def _check_unreachable(address: SockAddr, peer: int) -> None:
+    if address not in UNREACHABLE.values():
+        raise GlooProtocolError(f"the bridge gave {address} as the address of rank {peer}")
 
 
 def _split(key: str) -> tuple[str, int | None]:

@@ -21,7 +21,7 @@ JOB_VARIABLE = "HETDEPLOY_JOB"
 """Set on every rank of a job: gloo groups are guarded against mixed dialects."""
 
 FACE_VARIABLE = "HETDEPLOY_FACE"
-"""For tests on Linux: the dialect that this rank is to show to its bridge instead of its own."""
+"""For tests and the self-test: the dialect that this rank is to show instead of its own (face.py)."""
 
 FORWARDED_VARIABLE = "HETDEPLOY_FORWARDED"
 """The MASTER_ADDR:MASTER_PORT put in place here: data loader workers inherit them and must not do it again."""
@@ -46,11 +46,16 @@ def install(environ: MutableMapping[str, str]) -> None:
         _log.warning("%s is switched off: gloo connects when a group is made", _LAZY_VARIABLE)
         environ[_LAZY_VARIABLE] = "0"
     if environ.get(BRIDGE_VARIABLE) and "RANK" in environ:
-        _forward_master(environ)
+        forward_master(environ)
+    if "RANK" in environ:
+        from hetdeploy.gloo.leave import leave_at_exit
+
+        leave_at_exit()
     _replace_process_group(environ)
 
 
-def _forward_master(environ: MutableMapping[str, str]) -> None:
+def forward_master(environ: MutableMapping[str, str]) -> None:
+    """Lead MASTER_ADDR and MASTER_PORT through the bridge, unless that was done before in this environment."""
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if not host or not port or environ.get(FORWARDED_VARIABLE) == f"{host}:{port}":
         return
@@ -98,17 +103,20 @@ def _replace_process_group(environ: MutableMapping[str, str]) -> None:
 
 def _bend(store: Store, rank: int, size: int, environ: MutableMapping[str, str]) -> Any:
     """The store that gloo is given; torch is complete by now."""
-    from hetdeploy.gloo.dialect import dialect_here, layout_here
-    from hetdeploy.gloo.store import BridgedStore, GuardedStore
+    from hetdeploy.gloo.control import BridgeClient
+    from hetdeploy.gloo.dialect import Dialect, dialect_here, layout_here
+    from hetdeploy.gloo.store import BridgedStore, GuardedStore, PassingStore
 
-    dialect = dialect_here(environ)
+    dialect, layout, face = dialect_here(environ), layout_here(environ), environ.get(FACE_VARIABLE)
+    if face == Dialect.TCP.value:
+        from hetdeploy.gloo.face import LinuxFace
+
+        return LinuxFace(PassingStore(store), rank, size, layout)
     if not environ.get(BRIDGE_VARIABLE):
         return GuardedStore(store, rank, size, dialect)
-    from hetdeploy.gloo.control import BridgeClient
+    bridged = BridgedStore(store, rank, size, BridgeClient(environ[BRIDGE_VARIABLE]), dialect, layout)
+    if face == Dialect.UV.value:
+        from hetdeploy.gloo.face import MacFace
 
-    bridged = BridgedStore(store, rank, size, BridgeClient(environ[BRIDGE_VARIABLE]), dialect, layout_here(environ))
-    if environ.get(FACE_VARIABLE):
-        from hetdeploy.gloo.face import FacedStore
-
-        return FacedStore(bridged, rank, size, layout_here(environ))
+        return MacFace(bridged, rank, size, layout)
     return bridged

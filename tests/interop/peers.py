@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hetdeploy.gloo.bridge import MEETING_PREFIX, BridgeService
 from hetdeploy.gloo.control import BridgeClient
 from hetdeploy.gloo.dialect import Dialect, Layout
-from hetdeploy.gloo.store import BridgedStore
+from hetdeploy.gloo.store import BridgedStore, PassingStore
 from hetdeploy.gloo.wire import DATA, HEADER_BYTES, Header
 from hetdeploy.link.relay import Relay
 
@@ -76,6 +76,11 @@ class Job:
             process.stdout.close()
         for bridge in self.bridges:
             bridge.close()
+
+    def group_store(self) -> dist.PrefixStore:
+        """The group's part of the store, by a connection of its own: a client serves one waiting caller at a time."""
+        client = dist.TCPStore("127.0.0.1", self.store.port, wait_for_workers=False, timeout=timedelta(seconds=60))
+        return dist.PrefixStore("group", client)
 
     def bridge(self, dialect: Dialect, node: str = "mac", dial=plain_dial) -> BridgeService:
         """The bridge of one more joiner; it reaches the other joiners of this job by name, the rest with ``dial``."""
@@ -144,13 +149,16 @@ class Job:
             process.kill()
 
 
-class LineStore:
-    """Serves the store calls of one pygloo rank, by way of the wrapper that a torch rank's gloo is given."""
+def bridged_store(job: Job, bridge: BridgeService, rank: int) -> BridgedStore:
+    """What the gloo of a uv rank on this Linux machine is given."""
+    return BridgedStore(job.group_store(), rank, job.size, BridgeClient(bridge.path), Dialect.UV, Layout.LINUX)
 
-    def __init__(self, job: Job, bridge: BridgeService, rank: int) -> None:
-        # torch puts the group's prefix and then the device's number before gloo's keys.
-        inner = dist.PrefixStore("group", job.store)
-        self._store = BridgedStore(inner, rank, job.size, BridgeClient(bridge.path), Dialect.UV, Layout.LINUX)
+
+class LineStore:
+    """Serves the store calls of one pygloo rank, by way of a wrapper as torch ranks' gloos are given."""
+
+    def __init__(self, store: PassingStore) -> None:
+        self._store = store
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -174,6 +182,7 @@ class LineStore:
                     lines.flush()
 
     def _answer(self, call: str, *arguments: str) -> str:
+        # torch puts the device's number before gloo's keys.
         keys = [f"0/{argument}" for argument in arguments]
         try:
             if call == "set":
@@ -198,7 +207,7 @@ def run_operations(
         try:
             for rank in range(size):
                 if rank in uv_ranks:
-                    stores.append(LineStore(job, bridges[len(stores) % joiners], rank))
+                    stores.append(LineStore(bridged_store(job, bridges[len(stores) % joiners], rank)))
                     program = [str(pygloo_python()), str(HERE / "uv_rank.py"), str(stores[-1].port)]
                     host = uv_host
                 else:

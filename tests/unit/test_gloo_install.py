@@ -16,7 +16,7 @@ from hetdeploy.errors import PeerUnreachable, UsageError
 from hetdeploy.gloo.bridge import BridgeService
 from hetdeploy.gloo.control import BridgeClient
 from hetdeploy.gloo.dialect import Dialect, Layout, dialect_here, layout_here
-from hetdeploy.gloo.install import _forward_master
+from hetdeploy.gloo.install import forward_master
 
 REPORT = """
 import json, os, sys, torch, torch.distributed as dist, torch.distributed.distributed_c10d as c10d
@@ -81,13 +81,13 @@ def test_master_is_forwarded_once(bridge: BridgeService) -> None:
     with socket.create_server(("127.0.0.1", 0)) as master:
         port = str(master.getsockname()[1])
         environ = {"HETDEPLOY_BRIDGE": str(bridge.path), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        _forward_master(environ)
+        forward_master(environ)
         forwarded = dict(environ)
         assert forwarded["MASTER_PORT"] != port
-        _forward_master(environ)
+        forward_master(environ)
         assert environ == forwarded
         environ |= {"MASTER_PORT": port}
-        _forward_master(environ)
+        forward_master(environ)
         assert environ == forwarded  # another rank of this machine: the same forward
 
         with socket.create_connection(("127.0.0.1", int(forwarded["MASTER_PORT"])), 5) as worker:
