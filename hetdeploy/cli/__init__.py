@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from typing import Any
 
 import click
@@ -65,7 +66,7 @@ def _run(arguments: list[str]) -> int:
         return Interrupted.exit_code
     except HetdeployError as error:
         if "--debug" in arguments:
-            raise
+            traceback.print_exc()
         _complain(error)
         return error.exit_code
     except BrokenPipeError:

@@ -39,10 +39,12 @@ def command(script: Path, arguments: tuple[str, ...], detach: bool, native: bool
     settings = output.load_settings(output.setting_flags(options))
     request = head.UpRequest(script, arguments, settings, native=native)
     started = head.up(request, Stages(output.say))
-    announce(started)
-    if detach:
-        return 0
-    return attach(started).exit_code
+    try:
+        announce(started)
+        return 0 if detach else attach(started).exit_code
+    except KeyboardInterrupt:
+        started.runtime.remove()
+        raise
 
 
 def announce(started: head.Started) -> None:

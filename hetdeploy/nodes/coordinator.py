@@ -7,7 +7,7 @@ Member to coordinator:
 
     {"type": "state", "state": "running" | "finished"}
     {"type": "log", "lines": [[rank | null, text], ...]}
-    {"type": "exit", "code": n, "failures": [{"rank", "code"}], "error": null | text}
+    {"type": "exit", "code": n, "failures": [{"rank", "code"}], "error": null | text, "problems": [text, ...]}
     {"type": "leave", "reason": text, "code": n}
 
 Coordinator to member:
@@ -152,7 +152,7 @@ class Coordinator:
             return
         with self._lock:
             self._journal.write(node.name, "lost", reason=reason)
-            self._end_node(node, [Failure(node.name, None, 4, f"{node.name} is gone: {reason}", time.time())])
+            self._end_node(node, [_node_failure(node, 4, f"{node.name} is gone: {reason}")])
 
     def dial_address(self, member: Member, host: str, port: int) -> tuple[str, int]:
         """Where a joiner's stream may lead: the job's store, and ports of the head's own ranks. Nothing else."""
@@ -178,7 +178,7 @@ class Coordinator:
         with self._lock:
             if self._stopping or self.outcome:
                 return
-            self._failures.append(Failure("head", None, code, reason, 0.0))
+            self._failures.append(Failure("head", None, code, reason, 0.0, (), "node"))
             self._begin_stop(reason)
 
     def close(self) -> None:
@@ -246,13 +246,16 @@ class Coordinator:
             ]
             if code and not failures:
                 text = f"{node.name}: {message.get('error') or f'ended with code {code}'}"
-                failures = [Failure(node.name, None, code, text, now, tuple(node.lines.get(None, ())))]
+                failures = [Failure(node.name, None, code, text, now, tuple(node.lines.get(None, ())), "node")]
+            if failures:
+                problems = [f"the bridge on {node.name}: {problem}" for problem in message["problems"]]
+                failures += [Failure(node.name, None, 1, problem, now, (), "bridge") for problem in problems]
             self._end_node(node, failures)
 
     def _node_left(self, node: Node, reason: str, code: int) -> None:
         with self._lock:
             self._journal.write(node.name, "lost", reason=reason)
-            self._end_node(node, [Failure(node.name, None, code, f"{node.name} left: {reason}", time.time())])
+            self._end_node(node, [_node_failure(node, code, f"{node.name} left: {reason}")])
 
     def _end_node(self, node: Node, failures: list[Failure]) -> None:
         if node.ended:
@@ -310,7 +313,7 @@ class Coordinator:
                 if not self._failures:
                     waiting = ", ".join(node.name for node in self._nodes.values() if not node.ended)
                     text = f"{self._deadline_text} ({self.job.exit_timeout:.0f} s): {waiting}"
-                    self._failures.append(Failure("", None, 1, text, time.time()))
+                    self._failures.append(Failure("", None, 1, text, time.time(), (), "node"))
                 self._begin_stop(self._deadline_text)
 
     def _write_status(self) -> None:
@@ -334,6 +337,10 @@ class Coordinator:
 def release(version: str) -> str:
     """A torch version without its build tag: ``2.13.0+cpu`` is ``2.13.0``."""
     return version.split("+")[0]
+
+
+def _node_failure(node: Node, code: int, text: str) -> Failure:
+    return Failure(node.name, None, code, text, time.time(), (), "node")
 
 
 def _node_status(node: Node) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hetdeploy import __version__, envfile
-from hetdeploy.errors import PeerUnreachable, PreflightError
+from hetdeploy.errors import PeerUnreachable, PreflightError, UsageError
 from hetdeploy.link.client import LinkClient
 from hetdeploy.link.invitation import Invitation
 from hetdeploy.network.interfaces import Interface, interface_of, read
@@ -153,12 +153,18 @@ def _reach(
         try:
             return LinkClient.connect(invitation, "joiner", hello(machine), source_address=nic.address)
         except PeerUnreachable as error:
+            if 0 < invitation.expires < time.time():
+                when = time.strftime("%Y-%m-%d %H:%M", time.localtime(invitation.expires))
+                raise UsageError(
+                    f"this join code expired at {when}, and no head answers ({error.problem})",
+                    "take the line that `hetdeploy up` prints there now",
+                ) from None
             if time.monotonic() + pause > deadline:
                 raise PeerUnreachable(
                     f"{invitation.host}:{invitation.port} did not answer within {timeout:.0f} s ({error.problem})",
                     "is `hetdeploy up` running there? `hetdeploy join` may be called again at any time",
                 ) from None
-            waiting(f"{invitation.host}:{invitation.port} ({error.problem})")
+            waiting(f"the head: {error.problem}")
             time.sleep(pause)
             pause = min(pause * 1.5, LAST_RETRY_SECONDS)
 

@@ -108,6 +108,7 @@ class JobMember:
         self._agent.on_line = self.take_line
         self._folder = RunFolder(machine.runs, self.job.id).node(self.name)
         self._has_files = False
+        self._bridge: BridgeService | None = None
         self._interrupts = 0
         self._reported_finished = False
 
@@ -143,14 +144,13 @@ class JobMember:
         is_joiner = self._machine.role == "joiner"
         store_host, store_port = self._machine.store_host or self.job.head_address, self.job.store_port
         address = self._machine.address
-        bridge = None
         if is_joiner and self.job.link == "tunnel":
             address = LOOPBACK
             forward = stack.enter_context(Forward(self._client, "store", self.job.store_port))
             store_host, store_port = LOOPBACK, forward.port
-            bridge = BridgeService(self._client.dial, dialect, node=self.name)
-            bridge.start()
-            stack.callback(bridge.close)
+            self._bridge = BridgeService(self._client.dial, dialect, node=self.name)
+            self._bridge.start()
+            stack.callback(self._bridge.close)
         return launch.Node(
             name=self.name,
             rendezvous=f"{store_host}:{store_port}",
@@ -160,7 +160,7 @@ class JobMember:
             accelerator=self._machine.accelerator,
             dialect=dialect.value,
             folder=self._folder,
-            bridge=str(bridge.path) if bridge else None,
+            bridge=str(self._bridge.path) if self._bridge else None,
             data=self._machine.data,
             threads=self._machine.threads,
         )
@@ -197,7 +197,8 @@ class JobMember:
             return None
         self._send_lines()
         result = self._agent.result()
-        self._client.send({"type": "exit", "code": code, **result})
+        problems = list(self._bridge.problems) if self._bridge else []
+        self._client.send({"type": "exit", "code": code, "problems": problems, **result})
         return time.monotonic()
 
     def _leave(self) -> None:

@@ -10,7 +10,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset) by peer|broken pipe|connection refused|sigterm|socket closed|"
@@ -31,6 +31,10 @@ _EXPLANATIONS: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile(r"is not currently implemented for the MPS device"),
         "an operator that MPS lacks and that was called before the fallback could be switched on",
     ),
+    (
+        re.compile(r"terminate called without an active exception"),
+        "torch aborted while Python was ending; call torch.distributed.destroy_process_group() at the script's end",
+    ),
     (re.compile(r"Bus error"), "shared memory is full: raise HETDEPLOY_SHM_SIZE"),
     (
         re.compile(r"Failed to initialize NVML"),
@@ -39,9 +43,12 @@ _EXPLANATIONS: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 
 
+Kind = Literal["rank", "node", "bridge"]
+
+
 @dataclass(frozen=True)
 class Failure:
-    """One rank, or a whole node when ``rank`` is None, that did not end well."""
+    """A rank that did not end well, a node that is gone, or a connection that the bridge had to cut."""
 
     node: str
     rank: int | None
@@ -52,10 +59,13 @@ class Failure:
     time: float
     lines: tuple[str, ...] = ()
     """The last lines that it printed."""
+    kind: Kind = "rank"
 
     @property
     def is_consequence(self) -> bool:
         """Whether a failure elsewhere explains this one."""
+        if self.kind != "rank":
+            return False
         if self.code == -signal.SIGTERM:
             return True
         return any(_CONSEQUENCE.search(line) for line in (self.text, *self.lines[-12:]))
@@ -92,7 +102,8 @@ def decide(failures: Sequence[Failure], finished: str) -> Outcome:
     """The outcome of a job with ``failures``; ``finished`` is the summary when there are none."""
     if not failures:
         return Outcome(0, finished)
-    ordered = sorted(failures, key=lambda failure: (failure.is_consequence, failure.time))
+    # A connection that was cut explains the ranks that lost it, and is itself explained by a rank that died.
+    ordered = sorted(failures, key=lambda failure: (failure.is_consequence, failure.kind == "bridge", failure.time))
     first = ordered[0]
     cause = explain(first)
     summary = f"failed first: {first.text}" + (f" ({cause})" if cause else "")
