@@ -18,6 +18,7 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ from hetdeploy.gloo.address import SockAddr
 from hetdeploy.gloo.control import LONGEST_LINE, decode, encode
 from hetdeploy.gloo.dialect import Dialect
 from hetdeploy.gloo.wire import Codec, codecs, greeting
+from hetdeploy.link.endpoint import close_with_reset
+from hetdeploy.link.interrupt import Breaker, hang_up
+from hetdeploy.link.listener import Listener
 from hetdeploy.link.relay import Relay
 
 Dial = Callable[[str, int], socket.socket]
@@ -43,6 +47,8 @@ PREAMBLE_TIMEOUT = 20.0
 """Seconds for the other bridge to say which rank it wants, or to open its leg and answer."""
 
 CLOSE_TIMEOUT = 5.0
+"""Seconds for everything to end."""
+
 MOST_PROBLEMS = 200
 LONGEST_SOCKET_PATH = 103
 """Bytes: sun_path of macOS holds 104 with the terminating zero."""
@@ -50,6 +56,11 @@ LONGEST_SOCKET_PATH = 103
 MEETING_PREFIX = "node:"
 MEETING_PORT = 0
 """``dial(MEETING_PREFIX + name, MEETING_PORT)`` must end at ``meet`` of the bridge of joiner ``name``."""
+
+FULL_SECONDS = 0.2
+"""Pause after a connection that could not be taken for want of descriptors."""
+
+LOOPBACK = "127.0.0.1"
 
 _log = logging.getLogger("hetdeploy.gloo")
 
@@ -70,13 +81,11 @@ class BridgeService:
         self._own_folder = folder is None
         # Not the user's TMPDIR: on macOS that alone fills most of a socket path.
         self._folder = Path(tempfile.mkdtemp(prefix="hetdeploy-", dir="/tmp")) if folder is None else folder
-        self._lock = threading.Lock()
         self._offers: dict[str, _Offer] = {}
-        self._forwards: dict[tuple[str, int], socket.socket] = {}
-        self._relays: dict[Relay, threading.Thread] = {}
-        self._clients: set[socket.socket] = set()
-        self._listener: socket.socket | None = None
-        self._closed = False
+        self._forwards: dict[tuple[str, int], Listener] = {}
+        self._lock = threading.Lock()
+        self._breaker = Breaker()
+        self._threads: set[threading.Thread] = set()
 
     @property
     def path(self) -> Path:
@@ -90,23 +99,21 @@ class BridgeService:
                 f"the path of the bridge's socket is too long: {self.path}", "use a folder nearer to /"
             )
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener = listener
         listener.bind(str(self.path))
         listener.listen()
-        self._spawn("bridge", self._accept, listener, self._serve)
+        self._spawn("bridge", self._accept, listener)
 
     def close(self) -> None:
-        """Reset every pair and stop listening; waits at most CLOSE_TIMEOUT for the relays."""
-        with self._lock:
-            self._closed = True
-            relays = dict(self._relays)
-            sockets = [*self._clients, *self._forwards.values(), *([self._listener] if self._listener else [])]
-        for sock in sockets:
-            _stop(sock)
-        for one in relays:
-            one.abort("the bridge is closing")
-        for thread in relays.values():
-            thread.join(CLOSE_TIMEOUT)
+        """Stop listening, reset every pair and join the threads, for CLOSE_TIMEOUT at most."""
+        self._breaker.trip("the bridge is closing")
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            caller.connect(str(self.path))  # nothing else wakes a thread from accept() on every system
+        deadline = time.monotonic() + CLOSE_TIMEOUT
+        for listener in self._forwards.values():
+            listener.stop()
+            listener.join(max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         if self._own_folder:
             shutil.rmtree(self._folder, ignore_errors=True)
         else:
@@ -141,20 +148,27 @@ class BridgeService:
     # -- requests of ranks
 
     def _serve(self, client: socket.socket) -> None:
+        """Answer one rank until it hangs up; what it offered goes with it."""
         tokens: set[str] = set()
-        with client, client.makefile("rb") as lines:
-            while line := lines.readline(LONGEST_LINE):
-                try:
-                    answer = {"ok": True, **self._answer(decode(line), tokens)}
-                except (OSError, HetdeployError) as error:
-                    answer = {"ok": False, "problem": getattr(error, "problem", str(error))}
-                    answer["fix"] = getattr(error, "fix", None)
-                except (KeyError, ValueError, TypeError) as error:
-                    answer = {"ok": False, "problem": f"the bridge cannot read a request of a rank: {error!r}"}
-                client.sendall(encode(answer))
-        with self._lock:
+        try:
+            with client, client.makefile("rb") as lines, self._breaker.guard(lambda reason: hang_up(client)):
+                while line := lines.readline(LONGEST_LINE):
+                    client.sendall(encode(self._reply(line, tokens)))
+        except OSError as error:
+            _log.info("a rank's connection to the bridge broke: %s", error)
+        finally:
             for token in tokens:
                 self._offers.pop(token, None)
+
+    def _reply(self, line: bytes, tokens: set[str]) -> dict[str, Any]:
+        try:
+            return {"ok": True, **self._answer(decode(line), tokens)}
+        except HetdeployError as error:
+            return {"ok": False, "problem": error.problem, "fix": error.fix}
+        except OSError as error:
+            return {"ok": False, "problem": str(error)}
+        except (KeyError, ValueError, TypeError) as error:
+            return {"ok": False, "problem": f"the bridge cannot read a request of a rank: {error!r}"}
 
     def _answer(self, request: dict[str, Any], tokens: set[str]) -> dict[str, Any]:
         operation = request["op"]
@@ -218,7 +232,12 @@ class BridgeService:
         self._carry(offer, peer, near, far, Dialect.TCP, f"rank {peer} on {node}")
 
     def _await(self, offer: _Offer, peer: int, node: str) -> None:
-        if not offer.arrivals[peer].wait(MEETING_TIMEOUT):
+        arrival = offer.arrivals[peer]
+        with self._breaker.guard(lambda reason: arrival.set()):
+            arrived = arrival.wait(MEETING_TIMEOUT)
+        if self._breaker.tripped:
+            raise PeerUnreachable(f"{self._breaker.tripped}, before rank {peer} on {node} dialled rank {offer.rank}")
+        if not arrived:
             raise PeerUnreachable(
                 f"rank {peer} on {node} is there but did not dial rank {offer.rank} within {MEETING_TIMEOUT:g} s",
                 f"see the last lines of `hetdeploy join` on {node}",
@@ -257,12 +276,16 @@ class BridgeService:
         near_name = f"rank {offer.rank} (this machine)"
         directions = codecs(self.dialect, dialect, near_name, far_name)
         pair = f"pair {near_name}, {far_name}, group {offer.group}"
-        self._run(Relay(near, far, *directions), lambda one: self._report(pair, one, directions))
+        self._spawn(pair, self._run, pair, _relay(near, far, *directions), directions)
 
-    def _report(self, pair: str, one: Relay, directions: tuple[Codec, Codec]) -> None:
-        """Say what ended a pair, if it was not its end. A reset between messages is how gloo takes leave."""
-        outcome = one.outcome
-        if self._closed or outcome is None or outcome.reason is None:
+    def _run(self, pair: str, carrier: Relay, directions: tuple[Codec, Codec]) -> None:
+        """Carry a pair to its end, and say what ended it if that was not in order.
+
+        A reset between messages is how gloo takes leave.
+        """
+        with self._breaker.guard(carrier.abort):
+            outcome = carrier.run()
+        if self._breaker.tripped or outcome.reason is None:
             return
         if outcome.error is None and not any(direction.in_message for direction in directions):
             _log.info("%s: %s", pair, outcome.reason)
@@ -278,62 +301,44 @@ class BridgeService:
         with self._lock:
             listener = self._forwards.get((host, port))
             if listener is None:
-                listener = socket.create_server(("127.0.0.1", 0))
+                name = f"forward-{host}:{port}"
+                listener = Listener((LOOPBACK, 0), name, lambda near, peer: self._pass(near, host, port))
+                listener.start()
                 self._forwards[host, port] = listener
-                self._spawn(f"forward {host}:{port}", self._accept, listener, lambda near: self._pass(near, host, port))
-        return int(listener.getsockname()[1])
+        return listener.port
 
     def _pass(self, near: socket.socket, host: str, port: int) -> None:
         try:
-            far = self._dial(host, port)
+            carrier = _relay(near, self._dial(host, port))
         except (OSError, HetdeployError) as error:
-            near.close()
+            close_with_reset(near)
             self.problems.append(f"no connection to the store at {host}:{port}: {error}")
             _log.error("%s", self.problems[-1])
             return
-        self._run(Relay(near, far), lambda one: None)
+        with self._breaker.guard(carrier.abort):
+            carrier.run()
 
     # -- threads
 
-    def _run(self, one: Relay, after: Callable[[Relay], None]) -> None:
-        def body() -> None:
-            try:
-                one.run()
-                after(one)
-            finally:
-                with self._lock:
-                    self._relays.pop(one, None)
-
-        thread = threading.Thread(target=body, name="pair", daemon=True)
-        with self._lock:
-            self._relays[one] = thread
-            closed = self._closed
-        thread.start()
-        if closed:
-            one.abort("the bridge is closing")
-
-    def _accept(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         with listener:
             while True:
                 try:
                     client, _ = listener.accept()
-                except OSError:
+                except OSError as error:
+                    _log.warning("the bridge cannot take a rank's connection at the moment: %s", error)
+                    time.sleep(FULL_SECONDS)
+                    continue
+                if self._breaker.tripped:
+                    client.close()
                     return
-                self._spawn("client", self._tracked, client, serve)
-
-    def _tracked(self, client: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-        with self._lock:
-            self._clients.add(client)
-        try:
-            serve(client)
-        except OSError as error:
-            _log.info("a rank's connection to the bridge ended: %s", error)
-        finally:
-            with self._lock:
-                self._clients.discard(client)
+                self._spawn("client", self._serve, client)
 
     def _spawn(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
-        threading.Thread(target=target, args=arguments, name=name, daemon=True).start()
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        with self._lock:
+            self._threads = {other for other in self._threads if other.is_alive()} | {thread}
+            thread.start()
 
 
 @dataclass
@@ -360,6 +365,16 @@ def _peers(fields: dict[str, list[Any]]) -> dict[int, tuple[SockAddr, int]]:
     }
 
 
+def _relay(near: socket.socket, far: socket.socket, *directions: Codec) -> Relay:
+    """Closes both if there are no descriptors left for it."""
+    try:
+        return Relay(near, far, *directions)
+    except OSError:
+        near.close()
+        far.close()
+        raise
+
+
 def _read_line(sock: socket.socket) -> bytes:
     """One line and not a byte more: messages follow on the same connection."""
     line = bytearray()
@@ -369,9 +384,3 @@ def _read_line(sock: socket.socket) -> bytes:
             raise PeerUnreachable("the other joiner's bridge closed the connection before it said what it wants")
         line += byte
     return bytes(line)
-
-
-def _stop(sock: socket.socket) -> None:
-    """Wake the thread that waits on ``sock``, which closes it."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)

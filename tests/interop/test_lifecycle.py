@@ -75,9 +75,11 @@ def test_groups_leave_nothing_behind() -> None:
         job.start_bridged(1, bridge, *command)
         job.start(0, *command, HETDEPLOY_JOB="test")
         job.wait().check()
-        for thread in list(bridge._relays.values()):
+        pairs = [thread for thread in bridge._threads if thread.name.startswith("pair")]
+        for thread in pairs:
             thread.join(10)
-        assert not bridge._relays
+        assert pairs
+        assert not any(thread.is_alive() for thread in pairs)
         assert not bridge._offers
 
 
