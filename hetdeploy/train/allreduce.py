@@ -45,7 +45,7 @@ from hetdeploy.train import layout
 from hetdeploy.train.buckets import Bucket, bucket_layout, plan_buckets
 from hetdeploy.train.device import staging_for
 from hetdeploy.train.errors import MisuseError, NonFiniteGradient, TrainError
-from hetdeploy.train.metrics import StepRecord, covered
+from hetdeploy.train.metrics import StepRecord, as_number, covered
 from hetdeploy.train.summing import Summed, Summer
 from hetdeploy.train.wire import wire_format
 from hetdeploy.train.world import EXCHANGE_TIMEOUT, World
@@ -126,7 +126,7 @@ class AllReduce:
         entered = time.perf_counter()
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket)
-        summed_loss = float(loss)
+        summed_loss = as_number(loss)
         headers = self._summer.gather(lambda: self._header(samples, summed_loss, entered - self._left)).result()
         exchanged = [future.result() for future in self._exchanges]
         rows = [_Header.unpack(header, len(self._used)) for header in headers]

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hetdeploy.train import layout
 from hetdeploy.train.errors import MisuseError, NonFiniteGradient
-from hetdeploy.train.metrics import StepRecord
+from hetdeploy.train.metrics import StepRecord, as_number
 from hetdeploy.train.world import World
 
 FINE = -1
@@ -60,7 +60,7 @@ class WeightedDDP(DistributedDataParallel):
             )
         names = list(self._names.values())
         bad = next((names.index(name) for name, norm in self._largest.items() if not bool(norm.isfinite())), FINE)
-        row = torch.tensor([samples, float(loss), entered - self._left, bad], dtype=torch.float64)
+        row = torch.tensor([samples, as_number(loss), entered - self._left, bad], dtype=torch.float64)
         rows = torch.empty(self._world.size * row.numel(), dtype=torch.float64)
         self._counts.all_gather(rows, row).wait("comparing counts")
         table = rows.view(self._world.size, row.numel())

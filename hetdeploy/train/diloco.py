@@ -50,7 +50,7 @@ from hetdeploy.train import layout
 from hetdeploy.train.buckets import FP32_BYTES, Bucket, bucket_layout, plan_buckets
 from hetdeploy.train.device import staging_for
 from hetdeploy.train.errors import MisuseError, NonFiniteGradient
-from hetdeploy.train.metrics import StepRecord
+from hetdeploy.train.metrics import StepRecord, as_number
 from hetdeploy.train.summing import Summed, Summer
 from hetdeploy.train.wire import wire_format
 from hetdeploy.train.world import EXCHANGE_TIMEOUT, World
@@ -132,7 +132,7 @@ class DiLoCo:
         """
         self._local_steps += 1
         self._samples += samples
-        self._loss += float(loss)
+        self._loss += as_number(loss)
         for fragment in self._fragments:
             fragment.samples += samples
             fragment.fresh = False

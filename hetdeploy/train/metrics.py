@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -75,6 +77,11 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """The records of one file, in order. A last line that a killed rank left unfinished is left out."""
     lines = Path(path).read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]
+
+
+def as_number(loss: Tensor | float) -> float:
+    """A loss as a number, also while it still has its graph."""
+    return float(loss.item()) if isinstance(loss, Tensor) else float(loss)
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
