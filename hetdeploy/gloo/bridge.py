@@ -46,6 +46,9 @@ MEETING_TIMEOUT = 45.0
 PREAMBLE_TIMEOUT = 20.0
 """Seconds for the other bridge to say which rank it wants, or to open its leg and answer."""
 
+LONGEST_PREAMBLE = 4096
+"""Bytes of the line that comes first on a connection between two joiners."""
+
 CLOSE_TIMEOUT = 5.0
 """Seconds for everything to end."""
 
@@ -380,7 +383,7 @@ def _read_line(sock: socket.socket) -> bytes:
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = sock.recv(1)
-        if not byte or len(line) > LONGEST_LINE:
+        if not byte or len(line) > LONGEST_PREAMBLE:
             raise PeerUnreachable("the other joiner's bridge closed the connection before it said what it wants")
         line += byte
     return bytes(line)

@@ -70,7 +70,7 @@ def decode(line: bytes) -> dict[str, Any]:
     """Raises HetdeployError for anything but a JSON object."""
     try:
         message = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HetdeployError(f"a line between rank and bridge is no JSON ({error})") from None
     if not isinstance(message, dict):
         raise HetdeployError("a line between rank and bridge is no JSON object")

@@ -14,12 +14,16 @@ in the place of its host name: gloo only compares host names, so it may say anyt
 from __future__ import annotations
 
 import json
+import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetdeploy.gloo.address import PAIR_ADDRESS_BYTES, UNREACHABLE, PairAddress, SockAddr
 from hetdeploy.gloo.dialect import Dialect, GlooProtocolError, Layout
+
+PUBLISHED_FAMILY = socket.AF_INET
+"""Of the unreachable address: gloo compares its own with those of its family alone, and refuses any other."""
 
 _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
@@ -89,8 +93,7 @@ class BridgeNote:
 
 def bridged_record(note: BridgeNote, sequences: tuple[int, ...]) -> RankRecord:
     """The record of a rank that nobody may dial: it compares above every real address, so its peers listen."""
-    (unreachable, *_) = UNREACHABLE.values()
-    return RankRecord(note.encode(), unreachable, sequences)
+    return RankRecord(note.encode(), UNREACHABLE[PUBLISHED_FAMILY], sequences)
 
 
 def encode_uv(addresses: Mapping[int, PairAddress], layout: Layout) -> bytes:

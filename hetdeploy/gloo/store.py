@@ -21,7 +21,7 @@ from hetdeploy.errors import PeerUnreachable, VersionMismatch
 from hetdeploy.gloo.address import UNREACHABLE, PairAddress
 from hetdeploy.gloo.control import BridgeClient
 from hetdeploy.gloo.dialect import Dialect, GlooProtocolError, Layout
-from hetdeploy.gloo.record import BridgeNote, RankRecord, bridged_record, decode_uv, encode_uv
+from hetdeploy.gloo.record import PUBLISHED_FAMILY, BridgeNote, RankRecord, bridged_record, decode_uv, encode_uv
 
 LOOK_AROUND_SECONDS = 1.0
 """How often a rank that waits for a peer looks whether that peer speaks the other dialect."""
@@ -275,6 +275,11 @@ class BridgedStore(GuardedStore):
         note = record.note
         if note is None:
             address = record.address
+            if address.family != PUBLISHED_FAMILY:
+                raise GlooProtocolError(
+                    f"the gloo of rank {peer} listens at the IPv6 address {address}, and takes no peer that has none",
+                    f"set GLOO_SOCKET_IFNAME where rank {peer} runs to an interface whose first address is IPv4",
+                )
             self._bridge.request(
                 "connect",
                 token=group.token,

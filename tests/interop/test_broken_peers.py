@@ -161,6 +161,13 @@ def test_record_of_a_larger_group(stage: Stage) -> None:
         stage.group()
 
 
+def test_peer_on_ipv6(stage: Stage) -> None:
+    """Its own gloo refuses our IPv4 record: "ss1.ss_family == ss2.ss_family. 10 vs 2"."""
+    stage.publish(RankRecord(b"box", SockAddr("2001:db8::1", 4000), (0, 1)).encode())
+    with pytest.raises(GlooProtocolError, match=r"rank 0 listens at the IPv6 address \[2001:db8::1\]:4000"):
+        stage.group()
+
+
 def test_peer_on_a_mac_without_a_bridge(stage: Stage) -> None:
     stage.store.set("0/rank_0", "Mac.local")
     started = time.monotonic()

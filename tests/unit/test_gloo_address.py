@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetdeploy.gloo.address import UNREACHABLE, PairAddress, SockAddr
 from hetdeploy.gloo.dialect import Dialect, GlooProtocolError, Layout
+
+# A long run: HETDEPLOY_TEST_EXAMPLES=30000.
+fuzz = settings(deadline=None, max_examples=int(os.environ.get("HETDEPLOY_TEST_EXAMPLES", "100")))
 
 IPV6 = "2001:db8::5"
 IPV6_BYTES = bytes.fromhex("20010db8000000000000000000000005")
@@ -57,12 +61,14 @@ def test_padding_of_a_uv_pair_address_means_nothing() -> None:
     assert PairAddress.decode(encoded[:132] + b"\xff" * 4, Dialect.UV, Layout.DARWIN).sequence == 3
 
 
+@fuzz
 @given(addresses, st.sampled_from(Layout), st.sampled_from(Dialect), st.integers(-(2**31), 2**31 - 1))
 def test_round_trip(address: SockAddr, layout: Layout, dialect: Dialect, sequence: int) -> None:
     pair = PairAddress(address, sequence)
     assert PairAddress.decode(pair.encode(dialect, layout), dialect, layout) == pair
 
 
+@fuzz
 @given(addresses)
 def test_unreachable_address_makes_every_gloo_listen(address: SockAddr) -> None:
     """gloo compares address bytes, then the port as stored, read little-endian; the end with the larger one dials."""
@@ -82,6 +88,7 @@ def test_layouts_are_told_apart(layout: Layout) -> None:
         SockAddr.decode(SockAddr(IPV6, 1).encode(layout), other)
 
 
+@fuzz
 @given(st.binary(max_size=200), st.sampled_from(Layout), st.sampled_from(Dialect))
 def test_arbitrary_bytes(data: bytes, layout: Layout, dialect: Dialect) -> None:
     try:

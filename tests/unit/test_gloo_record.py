@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetdeploy.gloo.address import UNREACHABLE, PairAddress, SockAddr
 from hetdeploy.gloo.dialect import Dialect, GlooProtocolError, Layout
 from hetdeploy.gloo.record import BridgeNote, RankRecord, bridged_record, decode_uv, encode_uv
+
+# A long run: HETDEPLOY_TEST_EXAMPLES=30000.
+fuzz = settings(deadline=None, max_examples=int(os.environ.get("HETDEPLOY_TEST_EXAMPLES", "100")))
 
 ADDRESS = SockAddr("10.77.0.1", 40000)
 NOTE = BridgeNote("mac", "ab12", Dialect.UV, "Mac.local")
@@ -64,6 +68,7 @@ def test_unreadable_note() -> None:
         _ = RankRecord(NOTE.encode()[:-1], ADDRESS, ()).note
 
 
+@fuzz
 @given(st.binary(max_size=400), st.integers(1, 4))
 def test_arbitrary_bytes(data: bytes, size: int) -> None:
     for decode in (
@@ -76,6 +81,7 @@ def test_arbitrary_bytes(data: bytes, size: int) -> None:
             continue
 
 
+@fuzz
 @given(st.data(), st.binary(max_size=64), st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5))
 def test_altered_record(data: st.DataObject, hostname: bytes, sequences: list[int]) -> None:
     """One byte changed, or the end cut: another record or an error, never anything else."""

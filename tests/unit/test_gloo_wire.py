@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetdeploy.gloo.dialect import Dialect, GlooProtocolError
@@ -21,6 +22,9 @@ from hetdeploy.gloo.wire import (
     codecs,
     greeting,
 )
+
+# A long run: HETDEPLOY_TEST_EXAMPLES=30000.
+fuzz = settings(deadline=None, max_examples=int(os.environ.get("HETDEPLOY_TEST_EXAMPLES", "100")))
 
 TCP, UV = Dialect.TCP, Dialect.UV
 both_ways = pytest.mark.parametrize(("source", "target"), [(TCP, TCP), (TCP, UV), (UV, TCP), (UV, UV)])
@@ -124,6 +128,7 @@ cuts = st.lists(st.integers(1, 200), min_size=1, max_size=20)
 
 
 @both_ways
+@fuzz
 @given(messages=messages, cuts=cuts)
 def test_any_cut_of_the_stream_gives_the_same(
     source: Dialect, target: Dialect, messages: list[tuple[int, int, bytes]], cuts: list[int]
@@ -135,6 +140,7 @@ def test_any_cut_of_the_stream_gives_the_same(
 
 
 @both_ways
+@fuzz
 @given(messages=messages, cuts=cuts, data=st.data())
 def test_altered_stream(
     source: Dialect, target: Dialect, messages: list[tuple[int, int, bytes]], cuts: list[int], data: st.DataObject
@@ -155,6 +161,7 @@ def test_altered_stream(
 
 
 @both_ways
+@fuzz
 @given(data=st.binary(max_size=300), cuts=cuts)
 def test_arbitrary_bytes(source: Dialect, target: Dialect, data: bytes, cuts: list[int]) -> None:
     codec = pair_awaiting(source, target, {})
