@@ -7,8 +7,8 @@ from typing import ClassVar
 from hetdeploy.preflight.facts import DockerFacts, Facts
 from hetdeploy.preflight.report import Result
 
-OLDEST_COMPOSE = (2, 20)
-"""Compose files can take settings of another file back (``!reset``), which the first releases of v2 cannot."""
+OLDEST_COMPOSE = (2, 24)
+"""The first that reads all that our files say (``!reset``, ``extra_hosts`` with ``=``)."""
 
 _INSTALL_COMPOSE = "`sudo apt install docker-compose-v2` (Ubuntu) or docker-compose-plugin (Docker's own packages)"
 
@@ -55,7 +55,8 @@ class EngineAnswers:
         if problem is not None:
             return Result(self.name, "failure", problem.problem, problem.fix)
         info = facts.docker.info
-        return Result(self.name, "ok", f"Docker {info['ServerVersion']}, API {info['ApiVersion']}")
+        text = f"Docker {info['ServerVersion']}, API {info['ApiVersion']}, at {info['Endpoint']}"
+        return Result(self.name, "ok", text)
 
 
 class RootlessEngine:

@@ -105,11 +105,12 @@ def connect(environ: Mapping[str, str] = os.environ) -> DockerClient:
 
 
 def engine_info(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What `docker info` tells of the engine. Raises PreflightError as ``connect`` does."""
+    """What `docker info` tells, with ApiVersion and Endpoint. Raises PreflightError as ``connect`` does."""
+    endpoint = resolve_endpoint(environ)
     client = connect(environ)
     try:
         info: dict[str, Any] = client.info()
-        return {**info, "ApiVersion": client.api.api_version}
+        return {**info, "ApiVersion": client.api.api_version, "Endpoint": f"{endpoint.address} ({endpoint.origin})"}
     finally:
         client.close()
 

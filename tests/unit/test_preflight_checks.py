@@ -25,6 +25,7 @@ from hetdeploy.preflight.report import Check, Result, run_all
 INFO: dict[str, Any] = {
     "ServerVersion": "20.10.24+dfsg1",
     "ApiVersion": "1.41",
+    "Endpoint": "unix:///var/run/docker.sock (the default)",
     "DockerRootDir": "/var/lib/docker",
     "SecurityOptions": ["name=seccomp,profile=default"],
     "Runtimes": {"io.containerd.runc.v2": {"path": "runc"}, "runc": {"path": "runc"}},
@@ -102,7 +103,7 @@ def test_a_native_head_is_not_asked_for_docker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("2.26.1-4", "ok"), ("2.20.0", "ok"), ("2.19.1", "failure"), ("5.0.1", "ok")]
+    ("version", "status"), [("2.26.1-4", "ok"), ("2.24.0", "ok"), ("2.23.3", "failure"), ("5.0.1", "ok")]
 )
 def test_compose_has_to_be_recent(version: str, status: str) -> None:
     assert run(ComposePlugin(), docker(compose=version)).status == status

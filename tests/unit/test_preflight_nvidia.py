@@ -30,7 +30,12 @@ NO_DRIVER = (
     " driver is installed and running.\n"
 )
 
-PLAIN_INFO = {"ServerVersion": "28.5.1", "ApiVersion": "1.51", "Runtimes": {"runc": {"path": "runc"}}}
+PLAIN_INFO = {
+    "ServerVersion": "28.5.1",
+    "ApiVersion": "1.51",
+    "Endpoint": "unix:///var/run/docker.sock (the default)",
+    "Runtimes": {"runc": {"path": "runc"}},
+}
 WITH_RUNTIME = {**PLAIN_INFO, "Runtimes": {"runc": {"path": "runc"}, "nvidia": {"path": "nvidia-container-runtime"}}}
 WITH_CDI = {**PLAIN_INFO, "DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=0"}]}
 
