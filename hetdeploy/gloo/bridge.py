@@ -251,10 +251,11 @@ class BridgeService:
     def _reach(self, offer: _Offer, peer: int, host: str, port: int) -> socket.socket:
         try:
             return self._dial(host, port)
-        except OSError as error:
+        except (OSError, HetdeployError) as error:
+            problem, fix = (error.problem, error.fix) if isinstance(error, HetdeployError) else (str(error), None)
             raise PeerUnreachable(
-                f"rank {offer.rank} cannot reach rank {peer} at {host} port {port} (group {offer.group}): {error}",
-                f"rank {peer} has probably ended: read its log; if it runs, check the link with `hetdeploy doctor`",
+                f"rank {offer.rank} cannot reach rank {peer} at {host} port {port} (group {offer.group}): {problem}",
+                fix or f"rank {peer} has probably ended: read its log; if it runs, check with `hetdeploy doctor`",
             ) from None
 
     def _open_local(self, offer: _Offer, peer: int) -> socket.socket:

@@ -197,13 +197,16 @@ class LineStore:
 
 
 def run_operations(
-    uv_ranks: list[int], size: int, script: list[dict], uv_host: str, tcp_host: str, joiners: int = 1
+    uv_ranks: list[int], size: int, script: list[dict], uv_host: str, tcp_host: str, joiners: int = 1, dial=plain_dial
 ) -> Result:
-    """A group of pygloo and stock torch ranks that all perform ``script``, the pygloo ranks spread over ``joiners``."""
+    """A group of pygloo and stock torch ranks that all perform ``script``, the pygloo ranks spread over ``joiners``.
+
+    ``dial`` is how the bridges reach the stock ranks.
+    """
     text = json.dumps(script)
     stores: list[LineStore] = []
     with Job(size) as job:
-        bridges = [job.bridge(Dialect.UV, f"mac{number}", renaming_dial) for number in range(joiners)]
+        bridges = [job.bridge(Dialect.UV, f"mac{number}", renaming(dial)) for number in range(joiners)]
         try:
             for rank in range(size):
                 if rank in uv_ranks:
@@ -220,16 +223,20 @@ def run_operations(
                 store.close()
 
 
-def renaming_dial(host: str, port: int) -> socket.socket:
-    """A connection on which pygloo's send and recv meet those of torch.
+def renaming(dial):
+    """Connections by ``dial`` on which pygloo's send and recv meet those of torch.
 
     torch uses the tag itself as the slot of a point-to-point message. pygloo (its own code, not gloo's) puts the tag
     where collectives have theirs, with a prefix of its own. Nothing else is touched.
     """
-    near, bridge = socket.socketpair()
-    far = plain_dial(host, port)
-    Relay(near, far, SlotRenamer(to_pygloo=False, skip=8), SlotRenamer(to_pygloo=True)).start("renamer")
-    return bridge
+
+    def through_renamer(host: str, port: int) -> socket.socket:
+        far = dial(host, port)
+        near, bridge = socket.socketpair()
+        Relay(near, far, SlotRenamer(to_pygloo=False, skip=8), SlotRenamer(to_pygloo=True)).start("renamer")
+        return bridge
+
+    return through_renamer
 
 
 class SlotRenamer:
