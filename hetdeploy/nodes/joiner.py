@@ -162,9 +162,9 @@ def _reach(
             if time.monotonic() + pause > deadline:
                 raise PeerUnreachable(
                     f"{invitation.host}:{invitation.port} did not answer within {timeout:.0f} s ({error.problem})",
-                    "is `hetdeploy up` running there? `hetdeploy join` may be called again at any time",
+                    f"{error.fix or 'see whether `hetdeploy up` runs there'}; `hetdeploy join` may be called again",
                 ) from None
-            waiting(f"the head: {error.problem}")
+            waiting(f"the head: {error}")
             time.sleep(pause)
             pause = min(pause * 1.5, LAST_RETRY_SECONDS)
 
