@@ -1,9 +1,10 @@
 """What both kinds of rank perform, and the answers they must get. ``array`` is numpy or torch, which agree here.
 
-An operation is {"op": allreduce|broadcast|allgather|reduce|barrier|send, "count": elements of float32, ...} with "root"
-for broadcast and reduce, and "source", "target" and "tag" for send.
+An operation is {"op": KIND, "count": elements of float32, ...}: allreduce, allgather, barrier, those of ROOTED with
+"root", and send with "source", "target" and "tag".
 """
 
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _PERIOD = 1009
 _STEP = 7
 
@@ -18,9 +19,11 @@ def expected(array, operation, size):
     kind, count = operation["op"], operation["count"]
     if kind in ("allreduce", "reduce"):
         return pattern(array, count, 0) * size + _STEP * size * (size - 1) // 2
-    if kind == "allgather":
+    if kind in ("allgather", "gather"):
         together = [pattern(array, count, rank) for rank in range(size)]
         return array.concatenate(together) if hasattr(array, "concatenate") else array.cat(together)
+    if kind == "scatter":  # a rank that got its own part holds that of rank 0 after the shift in the rank's code
+        return pattern(array, count, 0)
     return pattern(array, count, operation["source"] if kind == "send" else operation.get("root", 0))
 
 
@@ -29,9 +32,7 @@ def mixed_traffic(size, largest):
     counts = [1, 3, 255, 4_097, 262_147]
     script = [{"op": "allreduce", "count": count} for count in [*counts, largest // 4 | 1]]
     for count in counts:
-        script += [
-            {"op": kind, "count": count, "root": root} for kind in ("broadcast", "reduce") for root in range(size)
-        ]
+        script += [{"op": kind, "count": count, "root": root} for kind in ROOTED for root in range(size)]
         script.append({"op": "allgather", "count": count})
         script += [
             {"op": "send", "count": count, "source": source, "target": target, "tag": 1000 + source}

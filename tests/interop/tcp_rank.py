@@ -31,6 +31,14 @@ def perform(group, operation, rank, size):
     if kind == "reduce":
         group.reduce(mine, root).wait()
         return mine if rank == root else None
+    if kind == "gather":
+        pieces = [torch.empty(count) for _ in range(size)] if rank == root else []
+        group.gather(pieces, mine, root).wait()
+        return torch.cat(pieces) if rank == root else None
+    if kind == "scatter":
+        pieces = [operations.pattern(torch, count, part).float() for part in range(size)] if rank == root else []
+        group.scatter(mine.fill_(-1), pieces, root).wait()
+        return mine - operations.pattern(torch, count, rank) + operations.pattern(torch, count, 0)
     if kind == "barrier":
         group.barrier().wait()
         return None

@@ -64,6 +64,15 @@ def perform(context, operation, tag, rank, size):
     if kind == "reduce":
         pygloo.reduce(context, mine.ctypes.data, result.ctypes.data, count, FLOAT, pygloo.ReduceOp.SUM, root, tag)
         return result if rank == root else None
+    if kind == "gather":
+        result = np.full(count * size, -1, np.float32)
+        pygloo.gather(context, mine.ctypes.data, result.ctypes.data, count, FLOAT, root, tag)
+        return result if rank == root else None
+    if kind == "scatter":
+        pieces = [operations.pattern(np, count, part).astype(np.float32) for part in range(size)]
+        addresses = [piece.ctypes.data for piece in pieces] if rank == root else []
+        pygloo.scatter(context, addresses, result.ctypes.data, count, FLOAT, root, tag)
+        return result - operations.pattern(np, count, rank) + operations.pattern(np, count, 0)
     if kind == "barrier":
         pygloo.barrier(context, tag)
         return None
