@@ -22,7 +22,7 @@ from hetdeploy.network.select import choose
 from hetdeploy.nodes import accelerator, launch
 from hetdeploy.nodes.job import Job, StateFolder
 from hetdeploy.nodes.launch import Agent
-from hetdeploy.nodes.member import LOOPBACK, JobMember, LineSink, Machine, hello, installed_torch
+from hetdeploy.nodes.member import JobMember, LineSink, Machine, gloo_address, hello, installed_torch
 from hetdeploy.nodes.outcome import Outcome
 from hetdeploy.nodes.stages import Stages
 from hetdeploy.preflight import joiner as preflight
@@ -117,7 +117,6 @@ def _run(
 
 def environment(job: Job, machine: Machine, nic: Interface, settings: Settings) -> dict[str, str]:
     """What ``joiner.env`` holds: the settings in force and what was found out about this machine."""
-    gloo_address = machine.address if job.link == "direct" else LOOPBACK
     return {
         "HETDEPLOY_NIC": nic.name,
         "HETDEPLOY_ADDRESS": nic.address,
@@ -131,7 +130,7 @@ def environment(job: Job, machine: Machine, nic: Interface, settings: Settings) 
         "HETDEPLOY_VERSION": __version__,
         "HETDEPLOY_TORCH_VERSION": installed_torch(),
         "HETDEPLOY_RUNS": str(settings.runs_dir.resolve()),
-        "GLOO_SOCKET_IFNAME": interface_of(gloo_address).name,
+        "GLOO_SOCKET_IFNAME": interface_of(gloo_address(job, machine)).name,
     }
 
 

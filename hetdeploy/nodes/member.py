@@ -42,6 +42,9 @@ LOOPBACK = "127.0.0.1"
 OUTCOME_SECONDS = 30.0
 """How long a member waits for the job's outcome after its own ranks have ended badly."""
 
+DIAL_SECONDS = 10.0
+"""How long a rank of the head may take to answer in direct mode."""
+
 _POLL_SECONDS = 0.2
 _LOG_BATCH = 200
 
@@ -58,12 +61,21 @@ class Machine:
     accelerator: str
     nproc_per_node: int
     address: str
-    """Where gloo listens: the compose network's address, loopback behind a tunnel, the chosen NIC's in direct mode."""
+    """This machine's own: the compose network's, or the chosen NIC's."""
     store_host: str | None = None
     """Where the store is reached; None for a joiner, whom the link or the job tells."""
     data: str | None = None
     threads: str | None = None
-    dialect: Dialect | None = None
+
+
+def is_bridged(job: Job, machine: Machine) -> bool:
+    """Whether the ranks of ``machine`` meet the others through a bridge: a Mac's do in direct mode too."""
+    return machine.role == "joiner" and (job.link == "tunnel" or dialect_here() is Dialect.UV)
+
+
+def gloo_address(job: Job, machine: Machine) -> str:
+    """Where the gloo of ``machine`` listens."""
+    return LOOPBACK if is_bridged(job, machine) else machine.address
 
 
 def hello(machine: Machine) -> dict[str, Any]:
@@ -76,7 +88,7 @@ def hello(machine: Machine) -> dict[str, Any]:
         "python": platform.python_version(),
         "os": platform.system().lower(),
         "arch": platform.machine(),
-        "dialect": (machine.dialect or dialect_here()).value,
+        "dialect": dialect_here().value,
         "accelerator": machine.accelerator,
         "nproc": machine.nproc_per_node,
         "pid": os.getpid(),
@@ -140,30 +152,35 @@ class JobMember:
 
     def _prepare(self, stack: ExitStack) -> launch.Node:
         self.fetch_files()
-        dialect = self._machine.dialect or dialect_here()
         is_joiner = self._machine.role == "joiner"
         store_host, store_port = self._machine.store_host or self.job.head_address, self.job.store_port
-        address = self._machine.address
         if is_joiner and self.job.link == "tunnel":
-            address = LOOPBACK
             forward = stack.enter_context(Forward(self._client, "store", self.job.store_port))
             store_host, store_port = LOOPBACK, forward.port
-            self._bridge = BridgeService(self._client.dial, dialect, node=self.name)
+        if is_bridged(self.job, self._machine):
+            dial = self._client.dial if self.job.link == "tunnel" else self._dial_plainly
+            self._bridge = BridgeService(dial, dialect_here(), node=self.name)
             self._bridge.start()
             stack.callback(self._bridge.close)
         return launch.Node(
             name=self.name,
             rendezvous=f"{store_host}:{store_port}",
-            local_address=f"node-{self.name}" if is_joiner else address,
-            gloo_interface=interface_of(address).name,
+            local_address=f"node-{self.name}" if is_joiner else self._machine.address,
+            gloo_interface=interface_of(gloo_address(self.job, self._machine)).name,
             nproc_per_node=self._machine.nproc_per_node,
             accelerator=self._machine.accelerator,
-            dialect=dialect.value,
+            dialect=dialect_here().value,
             folder=self._folder,
             bridge=str(self._bridge.path) if self._bridge else None,
             data=self._machine.data,
             threads=self._machine.threads,
         )
+
+    def _dial_plainly(self, host: str, port: int) -> socket.socket:
+        """Direct mode: the head's ranks listen on the LAN."""
+        sock = socket.create_connection((host, port), DIAL_SECONDS, (self._machine.address, 0))
+        sock.settimeout(None)
+        return sock
 
     def _watch(self) -> Outcome:
         """The loop around the running ranks. Every wait in it ends: by an outcome, a lost link or a deadline."""

@@ -58,6 +58,23 @@ def test_every_collective_between_containers_and_a_mac(tmp_path: Path) -> None:
     assert [event["what"] for event in (rank, rank_ended, asleep)] == ["rank", "rank ended", "asleep"]
 
 
+def test_direct_mode_keeps_the_bridge_and_passes_the_link_by(tmp_path: Path) -> None:
+    script = (str(SCRIPTS / "check_collectives.py"), "--max-mb", "1")
+    with (
+        fake_mac(tmp_path / "mac", ON_A_CABLE) as mac,
+        Command(
+            *("up", "--native", "--link", "direct", "--nic", mac.hosts.head_nic), *script, cwd=tmp_path / "head"
+        ) as up,
+        Command("join", join_code(up), cwd=tmp_path / "joiner", host=mac, env=mac.env) as join,
+    ):
+        assert join.wait(180) == 0, join.text
+        assert up.wait() == 0, up.text
+    assert re.search(rf"{NODE_NAME} rank 1 \| rank 1: all \d+ checks passed", up.text)
+    written = envfile.read(tmp_path / "joiner" / ".hetdeploy" / "joiner.env")
+    assert (written["HETDEPLOY_LINK"].value, written["GLOO_SOCKET_IFNAME"].value) == ("direct", "lo0")
+    assert [event["GLOO_SOCKET_IFNAME"] for event in mac.events() if event["what"] == "rank"] == ["lo0"]
+
+
 def test_ctrl_c_lets_the_mac_sleep_again(tmp_path: Path) -> None:
     script = (str(SCRIPTS / "train_gpt.py"), "--steps", "100000", "--log-every", "1")
     with fake_mac(tmp_path / "mac", ON_A_CABLE) as mac:
