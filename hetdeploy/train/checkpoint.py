@@ -9,10 +9,10 @@
         if (step + 1) % 100 == 0:
             checkpoints.save(step + 1, shared, own)    # on every rank; no rank waits for another
 
-*Shared* parts are the same on all ranks (model, optimizer, scaler, batches, an outer optimizer): rank 0 writes them.
-*Own* parts differ (error feedback), and so do random number generators: every rank writes its own, each to its own
-disk. ``load`` is collective: rank 0's newest sound file decides, its shared parts go to all ranks, and each takes its
-own parts of the same step from its own folder. Training resumed on CPU goes on bit for bit.
+*Shared* parts are the same on all ranks (model, optimizer, scaler, batches): rank 0 writes them. *Own* parts differ
+(AllReduce and DiLoCo hold a rank's error feedback), and so do random number generators: every rank writes its own, each
+to its own disk. ``load`` is collective: rank 0's newest sound file decides, its shared parts go to all ranks, and each
+takes its own parts of the same step from its own folder. Training resumed on CPU goes on bit for bit.
 
 A file is what ``torch.save`` writes, with CPU tensors and plain Python values only, so that
 ``torch.load(file, weights_only=True)`` opens it on any machine. Its name holds step, rank and the start of its SHA-256
