@@ -132,18 +132,16 @@ class Channel:
                 take(message["message"])
 
     def _send_queued(self, outgoing: deque[memoryview]) -> bool:
-        """True when nothing is left to be sent."""
-        while True:
-            if not outgoing:
-                with self._changed:
-                    while self._queue and sum(map(len, outgoing)) < _CHUNK_BYTES:
-                        outgoing.append(memoryview(self._queue.popleft()))
-                    self._queued_bytes -= sum(map(len, outgoing))
-                    self._changed.notify_all()
-                if not outgoing:
-                    return True
-            if not self._end.write(outgoing):
-                return False
+        """Send some, and not all there may ever be: reading has its turn too. True when nothing is left to be sent."""
+        if not outgoing:
+            taken = 0
+            with self._changed:
+                while self._queue and taken < _CHUNK_BYTES:
+                    outgoing.append(memoryview(self._queue.popleft()))
+                    taken += len(outgoing[-1])
+                self._queued_bytes -= taken
+                self._changed.notify_all()
+        return self._end.write(outgoing) and not self._queue
 
     def _timeout(self) -> float | None:
         if self._end.readable_now:

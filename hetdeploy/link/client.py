@@ -19,7 +19,7 @@ from hetdeploy.link import heartbeat
 from hetdeploy.link.channel import GOODBYE_SECONDS, Channel
 from hetdeploy.link.credentials import key_id
 from hetdeploy.link.handshake import CONTROL, FILE, HEARTBEAT, STREAM, Approach, Refused
-from hetdeploy.link.interrupt import hang_up
+from hetdeploy.link.interrupt import Breaker, hang_up
 from hetdeploy.link.invitation import Invitation
 
 CONNECT_SECONDS = 10.0
@@ -62,9 +62,9 @@ class LinkClient:
         self._key = bytes.fromhex(answer["key"])
         self._channel = Channel(control)
         self._received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._breaker = Breaker()
         self._streams: weakref.WeakSet[ssl.SSLSocket] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._heartbeat: ssl.SSLSocket | None = None
         self._threads: list[threading.Thread] = []
 
     @classmethod
@@ -143,22 +143,18 @@ class LinkClient:
         """
         fields = {"digest": digest}
         sock, answer = self._open(FILE, fields, CONNECT_SECONDS, f"the file {destination.name}")
-        with sock:
+        with sock, self._breaker.guard(lambda _reason: hang_up(sock)):
             if answer.get("size") != size:
                 raise HetdeployError(
                     f"the head's file {destination.name} has {answer.get('size')} bytes where {size} were announced",
                     "start the job again with `hetdeploy up`",
                 )
-            descriptor, name = tempfile.mkstemp(dir=destination.parent, prefix=f".{destination.name}.")
             try:
-                with os.fdopen(descriptor, "wb") as file:
-                    self._download(sock, file, size, digest, destination.name)
-                    file.flush()
-                    os.fsync(file.fileno())
-                Path(name).replace(destination)
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
+                self._save(sock, destination, size, digest)
+            except OSError as error:
+                raise HetdeployError(
+                    f"{destination} cannot be written ({error.strerror})", "see to its folder and disk"
+                ) from error
 
     def close(self, reason: str = "it said goodbye") -> None:
         """Say goodbye, after all that was sent is delivered, and end streams and threads. May be called again."""
@@ -169,10 +165,9 @@ class LinkClient:
 
     def _start(self, heartbeat_seconds: tuple[float, float], deadline: float) -> None:
         sock, _, _ = self._request(HEARTBEAT, {}, deadline)
-        self._heartbeat = sock
 
         def keep_beating() -> None:
-            with sock:
+            with sock, self._breaker.guard(lambda _reason: hang_up(sock)):
                 self._channel.abort(heartbeat.beat(sock, *heartbeat_seconds))
 
         self._threads = [
@@ -187,10 +182,10 @@ class LinkClient:
         log.info("link to %s ended: %s", self._approach.where, ended.reason)
         self.lost_reason = ended.reason
         self.lost.set()
+        self._breaker.trip(ended.reason)
         with self._lock:
-            for sock in [*self._streams, self._heartbeat]:
-                if sock is not None:
-                    hang_up(sock)
+            for sock in self._streams:
+                hang_up(sock)
 
     def _open(
         self, kind: str, fields: dict[str, Any], seconds: float, what: str
@@ -207,6 +202,18 @@ class LinkClient:
         self, kind: str, fields: dict[str, Any], deadline: float
     ) -> tuple[ssl.SSLSocket, dict[str, Any], float]:
         return self._approach.request(self._key, kind, {"session": self.session, **fields}, deadline)
+
+    def _save(self, sock: ssl.SSLSocket, destination: Path, size: int, digest: str) -> None:
+        descriptor, name = tempfile.mkstemp(dir=destination.parent, prefix=f".{destination.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                self._download(sock, file, size, digest, destination.name)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(destination)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
     def _download(self, sock: ssl.SSLSocket, file: BinaryIO, size: int, digest: str, name: str) -> None:
         """Copy ``size`` bytes and check them."""

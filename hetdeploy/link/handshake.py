@@ -174,6 +174,8 @@ class Approach:
                 f"{self.where} does not answer{self._bound_to} (ETIMEDOUT)",
                 "see that the head is on and that its firewall lets this port in",
             ) from error
+        except ConnectionResetError as error:  # so fast that connect() itself reports it
+            raise self._hung_up("connect", error) from error
         except OSError as error:
             name = errno.errorcode.get(error.errno or 0, "error")
             raise PeerUnreachable(
@@ -203,10 +205,7 @@ class Approach:
                 "see whether the head is overloaded",
             ) from error
         except (ssl.SSLEOFError, ConnectionError) as error:
-            raise PeerUnreachable(
-                f"{self.where} accepted the connection and closed it ({step}: {_name(error)})",
-                "see `hetdeploy status` and `hetdeploy logs` on the head, which may be starting or stopping",
-            ) from error
+            raise self._hung_up(step, error) from error
         except (ssl.SSLError, frames.FrameError) as error:
             raise HetdeployError(
                 f"what answers at {self.where} is not a hetdeploy link ({step}: {_name(error)})",
@@ -214,6 +213,12 @@ class Approach:
             ) from error
         except OSError as error:
             raise PeerUnreachable(f"the connection to {self.where} broke ({step}: {_name(error)})") from error
+
+    def _hung_up(self, step: str, error: Exception) -> PeerUnreachable:
+        return PeerUnreachable(
+            f"{self.where} accepted the connection and closed it ({step}: {_name(error)})",
+            "see `hetdeploy status` and `hetdeploy logs` on the head, which may be starting or stopping",
+        )
 
 
 def _advice(code: int | None) -> str:

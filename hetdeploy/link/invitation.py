@@ -49,7 +49,7 @@ class Invitation:
     def encode(self) -> str:
         """The join code."""
         body = _encode_host(self.host) + _AFTER_HOST.pack(self.port, self.expires, self.secret, self.pin)
-        return PREFIX + base64.urlsafe_b64encode(body + _checksum(body)).rstrip(b"=").decode()
+        return PREFIX + _encode_base64(body + _checksum(body))
 
     @classmethod
     def decode(cls, text: str) -> Invitation:
@@ -65,6 +65,8 @@ class Invitation:
         host_bytes = _host_bytes(data)
         if host_bytes is None or len(data) < host_bytes + _AFTER_HOST.size + _CHECKSUM_BYTES:
             raise UsageError(f"the join code is cut short (it has {len(word)} characters)", _FIX)
+        if _encode_base64(data) != word.removeprefix(PREFIX):  # the last letter has bits that no byte uses
+            raise UsageError("the join code is altered (its last letter is wrong)", _FIX)
         body, checksum = data[: host_bytes + _AFTER_HOST.size], data[host_bytes + _AFTER_HOST.size :]
         if len(checksum) > _CHECKSUM_BYTES:
             raise UsageError("the join code has something attached at its end", _FIX)
@@ -83,6 +85,10 @@ def _not_a_code(word: str) -> UsageError | VersionMismatch:
             "install the same hetdeploy on both machines",
         )
     return UsageError(f"that is not a join code (one begins with {PREFIX})", _FIX)
+
+
+def _encode_base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
 def _decode_base64(text: str) -> bytes:

@@ -77,7 +77,8 @@ class Relay:
     """A relay that can run in a thread of its own and be aborted from any other.
 
     ``left`` and ``right`` are connected (a TLS socket has finished its handshake) and belong to the relay from here on:
-    it closes them. ``idle``: seconds without a byte in either direction after which both ends are reset; None: never.
+    it closes them, also if it raises OSError for want of descriptors. ``idle``: seconds without a byte in either
+    direction after which both ends are reset; None: never.
     """
 
     def __init__(
@@ -94,7 +95,12 @@ class Relay:
         self._flows = (_Flow(self._left, self._right, left_to_right), _Flow(self._right, self._left, right_to_left))
         self._idle = idle
         self._abort_reason: str | None = None
-        self._wakeup = Wakeup()
+        try:
+            self._wakeup = Wakeup()
+        except OSError:
+            self._left.close(reset=True)
+            self._right.close(reset=True)
+            raise
         self._thread: threading.Thread | None = None
 
     def start(self, name: str) -> None:

@@ -16,17 +16,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from selectors import EVENT_READ, PollSelector
 from typing import Any, TypeVar
 
 from hetdeploy.errors import HetdeployError, PreflightError
 from hetdeploy.link import frames, handshake, heartbeat
 from hetdeploy.link.credentials import HEAD, JOINER, Credentials, Verdict, prove
-from hetdeploy.link.endpoint import close_with_reset, tune
+from hetdeploy.link.endpoint import tune
 from hetdeploy.link.handshake import CONTROL, FILE, HEARTBEAT, STREAM, Refused
-from hetdeploy.link.interrupt import Breaker, Wakeup, hang_up
+from hetdeploy.link.interrupt import Breaker, hang_up
+from hetdeploy.link.listener import Listener
 from hetdeploy.link.member import Handler, Member
 from hetdeploy.link.relay import Relay
 
@@ -42,11 +41,10 @@ FILE_STALL_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
 """For telling somebody why he is refused."""
-FULL_SECONDS = 0.2
-"""Pause after an accept() that failed for want of descriptors or memory."""
 
 _FILE_CHUNK_BYTES = 256 * 1024
 _STRANGER = "a stranger"
+_STRANGER_BY_TLS = "a stranger who speaks TLS"
 _HUNG_UP = "it hung up"
 
 _VERDICTS = {
@@ -63,7 +61,7 @@ _T = TypeVar("_T")
 class LinkServer:
     """Serves from start() until close(). ``credentials``: the folder that Credentials.create() filled.
 
-    Times in seconds. ``heartbeat`` is (interval, silence after which a member is lost).
+    ``heartbeat_seconds``: the interval, and the silence after which a member is lost.
     """
 
     def __init__(
@@ -86,36 +84,31 @@ class LinkServer:
         self._max_strangers = max_strangers
         self._strangers = Breaker()
         self._members: dict[str, Member] = {}
-        self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._admission = threading.Lock()
-        self._wakeup = Wakeup()
         self._closing = False
-        self._listener: socket.socket | None = None
+        self._listener: Listener | None = None
 
     def start(self) -> None:
         """Listen, and accept in a thread. Raises PreflightError if the port cannot be had, or as Credentials.load()."""
         self._credentials, self._version = Credentials.load(self._folder), self._file_version()
         self._pin = self._credentials.pin
         self._context = handshake.server_context(self._credentials.certificate, self._credentials.key)
-        host, port = self._address
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port), family=family, backlog=128)
+            self._listener = Listener(self._address, "link", self._serve)
         except OSError as error:
             name = errno.errorcode.get(error.errno or 0, "error")
             raise PreflightError(
-                f"the link cannot listen on {host}:{port} ({name}: {error.strerror})",
+                f"the link cannot listen on {self._address[0]}:{self._address[1]} ({name}: {error.strerror})",
                 "choose another with --port, or see who has it: `ss -ltnp` (macOS: `lsof -iTCP -sTCP:LISTEN`)",
             ) from error
-        self._listener.setblocking(False)
-        self._spawn(self._accept, "link-accept")
+        self._listener.start()
 
     @property
     def port(self) -> int:
         """The port that it listens on; chosen by the system if 0 was asked for."""
         assert self._listener is not None, "not started"
-        return int(self._listener.getsockname()[1])
+        return self._listener.port
 
     @property
     def members(self) -> list[Member]:
@@ -125,57 +118,17 @@ class LinkServer:
 
     def close(self, reason: str = "the head has closed the link") -> None:
         """Say goodbye to all members, end all connections and join all threads."""
-        deadline = time.monotonic() + CLOSE_SECONDS
+        if self._listener is None or self._closing:
+            return
         self._closing = True
-        self._wakeup.wake()
+        self._listener.stop()
         self._strangers.trip(reason)
         for member in self.members:
             member.close(reason)
-        self._join(deadline)
+        self._listener.join(CLOSE_SECONDS)
         for member in self.members:
             member.cut(reason)
-        self._join(deadline + CLOSE_SECONDS)
-        self._wakeup.close()
-        if self._listener is not None:
-            self._listener.close()
-
-    def _join(self, deadline: float) -> None:
-        with self._lock:
-            threads = list(self._threads)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        with PollSelector() as selector:
-            selector.register(self._listener, EVENT_READ)
-            selector.register(self._wakeup.reader, EVENT_READ)
-            while not self._closing:
-                selector.select()
-                try:
-                    raw, address = self._listener.accept()
-                except (BlockingIOError, ConnectionError):
-                    continue
-                except OSError as error:
-                    log.warning("cannot accept connections at the moment: %s", error)
-                    time.sleep(FULL_SECONDS)
-                    continue
-                peer = f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
-                self._spawn(partial(self._serve, raw, peer), f"link-{peer}", raw)
-
-    def _spawn(self, work: Callable[[], None], name: str, raw: socket.socket | None = None) -> None:
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        with self._lock:
-            self._threads = {other for other in self._threads if other.is_alive()}
-            try:
-                thread.start()
-            except RuntimeError as error:  # out of threads
-                log.warning("no thread for %s: %s", name, error)
-                if raw is not None:
-                    close_with_reset(raw)
-                return
-            self._threads.add(thread)
+        self._listener.join(CLOSE_SECONDS)
 
     def _serve(self, raw: socket.socket, peer: str) -> None:
         """All of one connection's life."""
@@ -211,6 +164,7 @@ class LinkServer:
         with self._strangers.guard(connection.cut):
             self._strangers.cut_oldest("too many connections that prove nothing", keep=self._max_strangers)
             nonce = handshake.greet(connection.sock, deadline)
+            connection.kind = _STRANGER_BY_TLS
             request = frames.receive(connection.sock, frames.LIMIT_BEFORE_AUTHENTICATION, deadline)
             kind = request.get("kind")
             proof = _bytes(request.get("proof"))

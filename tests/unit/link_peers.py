@@ -68,6 +68,9 @@ class Recorder:
         self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.files: dict[str, Path] = {}
         self.refusal: Refused | None = None
+        self.gate = threading.Event()
+        """While this is not set messages are not taken."""
+        self.gate.set()
 
     def admit(self, role: str, hello: dict[str, Any], peer: str) -> dict[str, Any]:
         if self.refusal is not None:
@@ -78,9 +81,11 @@ class Recorder:
         self.events.put(("connected", member))
 
     def message(self, member: Member, msg: dict[str, Any]) -> None:
+        assert self.gate.wait(WAIT_SECONDS * 3)
         if msg.get("break"):
             raise KeyError("a bug of the handler")
-        member.send({"echo": msg})
+        if not msg.get("quiet"):
+            member.send({"echo": msg})
 
     def lost(self, member: Member, reason: str) -> None:
         self.events.put(("lost", member, reason))

@@ -23,7 +23,7 @@ def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
     return Credentials.create(tmp_path_factory.mktemp("link"), 600)
 
 
-def connect(credentials: Credentials, host: str, port: int, source: str | None = None, timeout: float = 5.0) -> None:
+def connect(credentials: Credentials, host: str, port: int, source: str | None = None, timeout: float = 10.0) -> None:
     LinkClient.connect(credentials.invitation(JOINER, host, port), JOINER, {}, source, timeout).close()
 
 
@@ -88,7 +88,7 @@ def test_one_who_accepts_and_says_nothing(credentials: Credentials) -> None:
         started = time.monotonic()
         with pytest.raises(PeerUnreachable, match=r"accepted the connection and then went silent \(TLS handshake\)"):
             connect(credentials, "127.0.0.1", port, timeout=0.5)
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 5
         silence.set()
 
 

@@ -23,7 +23,9 @@ from hetdeploy.link.credentials import JOINER, Credentials, key_id, prove
 from hetdeploy.link.handshake import Approach
 from hetdeploy.link.server import LinkServer
 
-HANDSHAKE_SECONDS = 1.0
+HANDSHAKE_SECONDS = 3.0
+LATE_SECONDS = 5.0
+"""How much longer a busy machine may take over what is measured."""
 MAX_STRANGERS = 8
 
 
@@ -167,7 +169,7 @@ def test_a_slow_loris_is_cut_off_at_the_deadline(port: int, credentials: Credent
         for byte in bytes_ + b"{" * 1000:
             sock.sendall(bytes((byte,)))
             time.sleep(0.02)
-    assert HANDSHAKE_SECONDS * 0.5 < time.monotonic() - started < HANDSHAKE_SECONDS + 2
+    assert HANDSHAKE_SECONDS * 0.5 < time.monotonic() - started < HANDSHAKE_SECONDS + LATE_SECONDS
 
 
 def test_one_who_sends_half_and_waits_is_cut_off_at_the_deadline(port: int, credentials: Credentials) -> None:
@@ -176,7 +178,7 @@ def test_one_who_sends_half_and_waits_is_cut_off_at_the_deadline(port: int, cred
         sock.sendall(b"\0\0\0\x09{")
         started = time.monotonic()
         assert hears_the_end(sock)
-        assert time.monotonic() - started < HANDSHAKE_SECONDS + 2
+        assert time.monotonic() - started < HANDSHAKE_SECONDS + LATE_SECONDS
 
 
 def test_a_frame_over_the_limit_for_strangers_is_not_read(port: int, credentials: Credentials) -> None:
@@ -185,7 +187,7 @@ def test_a_frame_over_the_limit_for_strangers_is_not_read(port: int, credentials
         sock.sendall((frames.LIMIT_BEFORE_AUTHENTICATION + 1).to_bytes(4, "big"))
         started = time.monotonic()
         assert hears_the_end(sock)
-        assert time.monotonic() - started < HANDSHAKE_SECONDS / 2
+        assert time.monotonic() - started < HANDSHAKE_SECONDS
 
 
 def test_squatters_lose_their_places_to_newcomers(
@@ -195,7 +197,7 @@ def test_squatters_lose_their_places_to_newcomers(
     squatters = [knock(port) for _ in range(5 * MAX_STRANGERS)]
     started = time.monotonic()
     LinkClient.connect(credentials.invitation(JOINER, "127.0.0.1", port), JOINER, {}).close()
-    assert time.monotonic() - started < HANDSHAKE_SECONDS / 2
+    assert time.monotonic() - started < HANDSHAKE_SECONDS
     for kind in ("connected", "lost"):
         link[1].next_event(kind)
     assert threading.active_count() - before <= MAX_STRANGERS + 1
