@@ -10,7 +10,7 @@ import click
 from hetdeploy.cli import output
 from hetdeploy.cli.up import attach
 from hetdeploy.nodes import demo, head
-from hetdeploy.nodes.containers import asset_folder
+from hetdeploy.nodes.containers import asset, engine_or_none
 from hetdeploy.nodes.stages import Stages
 
 
@@ -23,12 +23,12 @@ def command(steps: int, native: bool, folder: Path) -> int:
 
     The head runs in containers where there is a Docker engine, as native processes where there is none.
     """
-    native = native or not demo.has_engine()
-    output.say("the head runs as native processes" if native else "the head runs in containers")
+    engine = None if native else engine_or_none()
+    output.say(f"the head runs in containers ({engine})" if engine else "the head runs as native processes")
     settings = demo.prepare(folder, os.environ)
-    script = asset_folder() / "scripts" / "train_gpt.py"
+    script = asset("scripts/train_gpt.py")
     arguments = ("--size", "nano", "--steps", str(steps), "--log-every", "5")
-    request = head.UpRequest(script, arguments, settings, native=native, loopback=True)
+    request = head.UpRequest(script, arguments, settings, native=engine is None, loopback=True)
     started = head.up(request, Stages(output.say))
     with demo.second_machine(started, folder):
         outcome = attach(started)

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from hetdeploy.errors import PreflightError
 from hetdeploy.network.probe import free_port
 from hetdeploy.nodes.head import Started
 from hetdeploy.nodes.job import RunFolder
 from hetdeploy.nodes.journal import JournalReader
 from hetdeploy.nodes.progress import parse
-from hetdeploy.preflight import engine
 from hetdeploy.settings import KEYS, Settings, load
 
 JOINER_END_SECONDS = 60.0
-
-
-def has_engine() -> bool:
-    """Whether a Docker engine answers, with Compose beside it."""
-    try:
-        engine.engine_info(os.environ)
-    except PreflightError:
-        return False
-    return shutil.which("docker") is not None
 
 
 def prepare(folder: Path, environ: Mapping[str, str]) -> Settings:

@@ -21,10 +21,13 @@ from hetdeploy.nodes.member import LOOPBACK, installed_torch
 from hetdeploy.nodes.native import NativeRuntime
 from hetdeploy.nodes.runtime import Runtime
 from hetdeploy.nodes.stages import Stages
+from hetdeploy.preflight import engine
 from hetdeploy.preflight import head as preflight
+from hetdeploy.preflight.report import ONLY_FOR_DOCTOR
 from hetdeploy.settings import Settings
 
 CONTAINER_LINK_PORT = 29400
+
 CONTAINER_USER = 1000
 """Who the containers run as when `up` is called by root; otherwise they run as the caller."""
 
@@ -73,7 +76,9 @@ def up(request: UpRequest, stages: Stages) -> Started:
         stages.say(f"already up: job {running.job.id}, nothing changed")
         return running
     with stages.stage("check") as stage:
-        report = preflight.check(settings, accelerator=kind, address=address, native=request.native)
+        report = preflight.check(
+            settings, accelerator=kind, address=address, native=request.native, ignore=ONLY_FOR_DOCTOR
+        )
         for warning in report.warnings:
             stages.warn(warning)
         report.raise_failures()
@@ -126,8 +131,7 @@ def rotate_code(settings: Settings) -> Invitation:
 
 def environment(job: Job, settings: Settings, state: StateFolder, kind: str, nic: str) -> dict[str, str]:
     """What ``head.env`` holds: the settings in force and what was found out about this machine."""
-    uid = os.getuid() or CONTAINER_USER
-    gid = os.getgid() or CONTAINER_USER
+    uid, gid = _container_user(job)
     values = {
         "HETDEPLOY_JOB": job.id,
         "HETDEPLOY_NIC": nic,
@@ -214,6 +218,14 @@ def _issue_codes(job: Job, settings: Settings, state: StateFolder) -> str:
     state.member_code.parent.mkdir(mode=0o700, exist_ok=True)
     write_atomic(state.member_code, credentials.invitation("head", host, port).encode().encode())
     return credentials.invitation("joiner", job.head_address, job.link_port).encode()
+
+
+def _container_user(job: Job) -> tuple[int, int]:
+    """Who the containers run as: the caller, but never the machine's root."""
+    if job.runtime == "compose" and "name=rootless" in engine.engine_info(os.environ).get("SecurityOptions", ()):
+        # Root inside is the caller outside, and any other user inside is nobody's.
+        return 0, 0
+    return os.getuid() or CONTAINER_USER, os.getgid() or CONTAINER_USER
 
 
 def _give_to_container_user(*folders: Path) -> None:

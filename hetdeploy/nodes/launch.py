@@ -95,6 +95,7 @@ def rank_environment(job: Job, node: Node) -> dict[str, str]:
     env = {
         "HETDEPLOY_JOB": job.id,
         "HETDEPLOY_DIALECT": node.dialect,
+        "HETDEPLOY_BACKEND": job.backend,
         "GLOO_SOCKET_IFNAME": node.gloo_interface,
         "NCCL_SOCKET_IFNAME": node.gloo_interface,
         "TP_SOCKET_IFNAME": node.gloo_interface,

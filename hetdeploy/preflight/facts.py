@@ -79,6 +79,7 @@ class Facts:
     """What the shell's DOCKER_API_VERSION says."""
     port_problems: tuple[PreflightError, ...] = ()
     cautions: tuple[Caution, ...] = ()
+    hostname: Caution | None = None
     subnet: str | None = None
     """The network that ``address`` is in, such as ``192.168.1.0/24``."""
     is_ufw_on: bool = False
@@ -112,7 +113,8 @@ def read_head(
         nvidia=read_nvidia(environ),
         docker_api_version=environ.get("DOCKER_API_VERSION"),
         port_problems=tuple(problem for port in ports if (problem := _port_problem(*port)) is not None),
-        cautions=(*_nic_cautions(nic), *([hostname] if hostname else [])),
+        cautions=tuple(_nic_cautions(nic)),
+        hostname=hostname,
         subnet=_subnet(nic, address),
         is_ufw_on=_is_ufw_on(_UFW_SETTINGS),
         kernel=platform.release(),
@@ -132,7 +134,7 @@ def read_joiner(settings: Settings, accelerator: str, *, environ: Mapping[str, s
         torch_index=settings.torch_index(accelerator),
         is_accelerator_asked_for=settings.accelerator != "auto",
         nvidia=read_nvidia(environ),
-        cautions=() if hostname is None else (hostname,),
+        hostname=hostname,
         kernel=platform.release(),
         python=sys.version_info[:2],
         torch=_installed("torch"),

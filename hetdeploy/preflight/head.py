@@ -14,7 +14,7 @@ from hetdeploy.preflight.docker import (
     RootlessEngine,
 )
 from hetdeploy.preflight.facts import read_head
-from hetdeploy.preflight.machine import Firewall, FreePort, Network, PythonVersion, TorchVersion, Wsl
+from hetdeploy.preflight.machine import Firewall, FreePort, HostName, Network, PythonVersion, TorchVersion, Wsl
 from hetdeploy.preflight.nvidia import CudaOfImage, NvidiaDriver, NvidiaToolkit
 from hetdeploy.preflight.report import Check, Report, run_all
 from hetdeploy.settings import Settings
@@ -31,6 +31,7 @@ CHECKS: tuple[Check, ...] = (
     CudaOfImage(),
     FreePort(),
     Network(),
+    HostName(),
     Wsl(),
     Firewall(),
     PythonVersion(),

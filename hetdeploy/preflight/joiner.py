@@ -6,12 +6,12 @@ import os
 from collections.abc import Collection, Mapping
 
 from hetdeploy.preflight.facts import read_joiner
-from hetdeploy.preflight.machine import Network, PythonVersion, TorchVersion
+from hetdeploy.preflight.machine import HostName, Network, PythonVersion, TorchVersion
 from hetdeploy.preflight.nvidia import NvidiaDriver
 from hetdeploy.preflight.report import Check, Report, run_all
 from hetdeploy.settings import Settings
 
-CHECKS: tuple[Check, ...] = (NvidiaDriver(), Network(), PythonVersion(), TorchVersion())
+CHECKS: tuple[Check, ...] = (NvidiaDriver(), Network(), HostName(), PythonVersion(), TorchVersion())
 
 
 def check(

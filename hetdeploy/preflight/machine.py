@@ -26,7 +26,7 @@ class FreePort:
 
 
 class Network:
-    """Is anything about the NIC or this machine's name a trap?"""
+    """Is anything about the NIC a trap?"""
 
     name: ClassVar[str] = "network"
 
@@ -35,6 +35,17 @@ class Network:
             return Result(self.name, "ok", "nothing in the way")
         first, *others = facts.cautions
         return Result(self.name, "warning", "; ".join([*map(str, others), first.problem]), first.fix)
+
+
+class HostName:
+    """Does this machine's own name lead elsewhere? Ubuntu's default does; hetdeploy goes by addresses alone."""
+
+    name: ClassVar[str] = "hostname"
+
+    def run(self, facts: Facts) -> Result | None:
+        if facts.hostname is None:
+            return Result(self.name, "ok", "this machine's name is no trap")
+        return Result(self.name, "warning", facts.hostname.problem, facts.hostname.fix)
 
 
 class Wsl:

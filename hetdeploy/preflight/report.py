@@ -9,6 +9,9 @@ from typing import Any, ClassVar, Literal, Protocol
 from hetdeploy.errors import PreflightError
 from hetdeploy.preflight.facts import Facts
 
+ONLY_FOR_DOCTOR = ("hostname",)
+"""Checks whose subject misleads other programs and not this one: nothing to say on every run."""
+
 Status = Literal["ok", "warning", "failure"]
 
 

@@ -20,7 +20,7 @@ from hetdeploy.preflight.docker import (
 from hetdeploy.preflight.facts import DockerFacts, Facts, NvidiaFacts
 from hetdeploy.preflight.head import CHECKS
 from hetdeploy.preflight.machine import Firewall, FreePort, Network, PythonVersion, TorchVersion, Wsl
-from hetdeploy.preflight.report import Check, Result, run_all
+from hetdeploy.preflight.report import ONLY_FOR_DOCTOR, Check, Result, run_all
 
 INFO: dict[str, Any] = {
     "ServerVersion": "20.10.24+dfsg1",
@@ -61,7 +61,7 @@ def docker(**changes: Any) -> Facts:
 def test_a_machine_that_is_ready_passes_every_check_that_applies() -> None:
     report = run_all(CHECKS, READY)
     assert report.warnings == []
-    assert report.summary == "7 checks passed"
+    assert report.summary == "8 checks passed"
     report.raise_failures()
 
 
@@ -77,7 +77,7 @@ def test_all_failures_are_reported_together_and_none_stops_the_others() -> None:
         report.raise_failures()
     assert str(caught.value).startswith("this machine is not ready, 4 checks failed\n  docker-command")
     assert "port 29400 is taken by nginx (process 7): end it" in str(caught.value)
-    assert report.summary == "1 of 5 checks passed"
+    assert report.summary == "2 of 6 checks passed"
 
 
 def test_a_single_failure_is_the_error_itself() -> None:
@@ -99,7 +99,7 @@ def test_names_of_checks_are_unique() -> None:
 
 def test_a_native_head_is_not_asked_for_docker() -> None:
     names = {result.name for result in run_all(CHECKS, replace(READY, docker=None)).results}
-    assert names == {"port", "network", "python", "torch"}
+    assert names == {"port", "network", "hostname", "python", "torch"}
 
 
 @pytest.mark.parametrize(
@@ -198,3 +198,9 @@ def test_a_native_rank_needs_torch_of_the_right_line(torch: str | None, status: 
     if status == "failure":
         assert result.fix == "`pip install torch==2.13.0`"
     assert TorchVersion().run(replace(READY, torch=torch)) is None
+
+
+def test_a_name_that_leads_elsewhere_is_for_the_doctor_alone() -> None:
+    facts = replace(READY, hostname=Caution("box is 127.0.1.1", "mend it"))
+    assert run_all(CHECKS, facts).warnings == ["box is 127.0.1.1: mend it"]
+    assert run_all(CHECKS, facts, ignore=ONLY_FOR_DOCTOR).warnings == []
