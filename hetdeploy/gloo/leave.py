@@ -20,7 +20,7 @@ _LAST_RELEASE_SECONDS = 0.05
 
 def leave_at_exit() -> None:
     """Destroy what process groups there are when the interpreter ends."""
-    # An optimizer's first step imports this module, and its default arguments would hold on to the group of that moment.
+    # An optimizer's first step imports this module, whose default arguments hold on to the group of that moment.
     import torch.distributed.nn.functional  # noqa: F401
 
     atexit.register(_leave)

@@ -89,7 +89,7 @@ def serve(
         while server.members and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:
-        # Compose stops this container when the rank's ends, and in Python's last moments a signal would replace the code.
+        # Compose stops this container when the rank's ends: in Python's last moments a signal would replace the code.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         server.close()
