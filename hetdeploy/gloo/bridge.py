@@ -132,7 +132,7 @@ class BridgeService:
             wish = decode(_read_line(sock))
             peer = int(wish.get("rank", -1))
             offer = self._offers.get(str(wish.get("token")))
-            if offer is None or peer not in offer.peers:
+            if offer is None or peer not in offer.peers or offer.arrivals[peer].is_set():
                 raise PeerUnreachable(f"no rank of {self.node} awaits rank {peer} (any more)")
             near = self._open_local(offer, peer)
             try:
@@ -178,7 +178,7 @@ class BridgeService:
         if operation == "forward":
             return {"port": self._forward(str(request["host"]), int(request["port"]))}
         if operation == "offer":
-            offer = _Offer(str(request["token"]), int(request["rank"]), str(request["group"]), _peers(request["peers"]))
+            offer = _Offer(str(request["token"]), int(request["rank"]), int(request["size"]), _peers(request["peers"]))
             tokens.add(offer.token)
             self._offers[offer.token] = offer
             return {"node": self.node}
@@ -254,7 +254,7 @@ class BridgeService:
         except (OSError, HetdeployError) as error:
             problem, fix = (error.problem, error.fix) if isinstance(error, HetdeployError) else (str(error), None)
             raise PeerUnreachable(
-                f"rank {offer.rank} cannot reach rank {peer} at {host} port {port} (group {offer.group}): {problem}",
+                f"rank {offer.rank} cannot reach rank {peer} at {host} port {port} (group of {offer.size}): {problem}",
                 fix or f"rank {peer} has probably ended: read its log; if it runs, check with `hetdeploy doctor`",
             ) from None
 
@@ -279,7 +279,7 @@ class BridgeService:
     ) -> None:
         near_name = f"rank {offer.rank} (this machine)"
         directions = codecs(self.dialect, dialect, near_name, far_name)
-        pair = f"pair {near_name}, {far_name}, group {offer.group}"
+        pair = f"pair {near_name}, {far_name}, group of {offer.size}"
         self._spawn(pair, self._run, pair, _relay(near, far, *directions), directions)
 
     def _run(self, pair: str, carrier: Relay, directions: tuple[Codec, Codec]) -> None:
@@ -347,11 +347,14 @@ class BridgeService:
 
 @dataclass
 class _Offer:
-    """A rank of this machine in one group: where its gloo listens for each peer, and the number to greet with."""
+    """A rank of this machine in one group: where its gloo listens for each peer, and the number to greet with.
+
+    Ranks are those within the group; its name is in prefixes of the store that nobody can ask for.
+    """
 
     token: str
     rank: int
-    group: str
+    size: int
     peers: dict[int, tuple[SockAddr, int]]
     arrivals: dict[int, threading.Event] = field(init=False)
 

@@ -241,7 +241,7 @@ class BridgedStore(GuardedStore):
         else:
             group.listening = decode_uv(value, self._rank, self._size, self._layout)
         offered = self._bridge.request(
-            "offer", token=group.token, rank=self._rank, group=name.prefix or "/", peers=_offered(group.listening)
+            "offer", token=group.token, rank=self._rank, size=self._size, peers=_offered(group.listening)
         )
         note = BridgeNote(offered["node"], group.token, self._dialect, group.hostname.decode(errors="replace"))
         sequences = [group.listening[peer].sequence if peer != self._rank else 0 for peer in range(self._size)]

@@ -100,7 +100,7 @@ def test_master_is_forwarded_once(bridge: BridgeService) -> None:
 def test_bridge_refuses_with_its_reason(bridge: BridgeService) -> None:
     client = BridgeClient(bridge.path)
     with pytest.raises(PeerUnreachable, match=r"knows no request 'sing'.*one hetdeploy"):
-        client.request("offer", token="t", rank=0, group="g", peers={})
+        client.request("offer", token="t", rank=0, size=2, peers={})
         client.request("sing", token="t", peer=1)
     with pytest.raises(PeerUnreachable, match="cannot read a request"):
         client.request("connect", token="of nobody", peer=0)
@@ -109,7 +109,7 @@ def test_bridge_refuses_with_its_reason(bridge: BridgeService) -> None:
 
 def test_offers_last_as_long_as_the_connection(bridge: BridgeService) -> None:
     client = BridgeClient(bridge.path)
-    client.request("offer", token="t", rank=0, group="g", peers={"1": ["127.0.0.1", 1, 0, 0]})
+    client.request("offer", token="t", rank=0, size=2, peers={"1": ["127.0.0.1", 1, 0, 0]})
     assert "t" in bridge._offers
     client.close()
     deadline = time.monotonic() + 5
