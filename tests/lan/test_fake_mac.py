@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +76,18 @@ def test_direct_mode_keeps_the_bridge_and_passes_the_link_by(tmp_path: Path) -> 
     written = envfile.read(tmp_path / "joiner" / ".hetdeploy" / "joiner.env")
     assert (written["HETDEPLOY_LINK"].value, written["GLOO_SOCKET_IFNAME"].value) == ("direct", "lo0")
     assert [event["GLOO_SOCKET_IFNAME"] for event in mac.events() if event["what"] == "rank"] == ["lo0"]
+
+
+def test_the_self_test_takes_a_macs_side(tmp_path: Path) -> None:
+    program = (
+        "import sys; from hetdeploy.gloo import selftest; from hetdeploy.gloo.dialect import layout_here\n"
+        "report = selftest.run(layout_here()); print(report); sys.exit(not report.ok)\n"
+    )
+    with fake_mac(tmp_path / "mac") as mac:
+        command = mac.command(sys.executable, "-c", program)
+        done = subprocess.run(command, env={**os.environ, **mac.env}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "layout=<Layout.DARWIN: 'darwin'>" in done.stdout
 
 
 def test_ctrl_c_lets_the_mac_sleep_again(tmp_path: Path) -> None:

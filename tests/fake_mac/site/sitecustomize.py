@@ -1,7 +1,7 @@
 """Run by Python before anything else, in every Python process of a fake Mac.
 
-The command line finds itself on Darwin. torch's own processes stay on Linux, since torch is a Linux one; a rank reports
-what it was started with, and gives its gloo the face of a Mac's.
+The process of the command finds itself on Darwin. Those that it starts are torch's and stay on Linux, since torch is a
+Linux one; a rank reports what it was started with, and gives its gloo the face of a Mac's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-COMMAND_LINE = "hetdeploy.cli"
-REPORTED = ("GLOO_SOCKET_IFNAME", "HETDEPLOY_DIALECT", "PYTORCH_ENABLE_MPS_FALLBACK", "MASTER_ADDR")
+IS_BELOW_COMMAND = "FAKE_MAC_IS_BELOW_COMMAND"
+REPORTED = ("GLOO_SOCKET_IFNAME", "HETDEPLOY_DIALECT", "PYTORCH_ENABLE_MPS_FALLBACK")
 
 LINUX_ONLY = {
     "socket": ("AF_NETLINK", "AF_PACKET", "SO_BINDTODEVICE", "SO_PEERCRED", "TCP_KEEPIDLE", "TCP_USER_TIMEOUT"),
@@ -29,11 +29,13 @@ EHOSTUNREACH = 65
 
 
 def main() -> None:
-    if COMMAND_LINE in sys.orig_argv:
+    sys.addaudithook(_report_forks)
+    if IS_BELOW_COMMAND not in os.environ:
+        os.environ[IS_BELOW_COMMAND] = "1"
         _become_darwin()
     elif "HETDEPLOY_JOB" in os.environ:
         if "RANK" in os.environ:
-            _report(what="rank", rank=os.environ["RANK"], python=sys.platform, **_named(os.environ))
+            _report(what="rank", rank=os.environ["RANK"], **_named(os.environ))
             atexit.register(_report, what="rank ended", rank=os.environ["RANK"])
         _speak_uv(os.environ)
 
@@ -87,6 +89,12 @@ def _speak_uv(environ: MutableMapping[str, str]) -> None:
         environ |= {"HETDEPLOY_DIALECT": "uv", "HETDEPLOY_SOCKADDR": "darwin", "HETDEPLOY_FACE": "uv"}
     elif environ.get("HETDEPLOY_FACE") == "tcp":  # the self-test dresses a Mac's rank as one of Linux: here it is one
         del environ["HETDEPLOY_FACE"]
+
+
+def _report_forks(event: str, _arguments: tuple[object, ...]) -> None:
+    """On a Mac a process that is forked, and goes on without exec, crashes once Metal is in use."""
+    if event in ("os.fork", "os.forkpty"):
+        _report(what="forked", command=sys.orig_argv)
 
 
 def _named(environ: MutableMapping[str, str]) -> dict[str, str | None]:
