@@ -54,7 +54,7 @@ from hetdeploy.train.errors import MisuseError
 from hetdeploy.train.helper import Helper
 from hetdeploy.train.leader import Leader
 from hetdeploy.train.metrics import StepRecord
-from hetdeploy.train.shares import Split, split
+from hetdeploy.train.shares import Pace, Split, split
 from hetdeploy.train.wire import wire_format
 
 PATIENCE = 0.1
@@ -137,6 +137,11 @@ class Assist:
     def helpers(self) -> list[str]:
         """On the leader, the names (host:pid) of the helpers that are here."""
         return self._part.names if isinstance(self._part, Leader) else []
+
+    @property
+    def paces(self) -> tuple[float | None, list[Pace]]:
+        """On the leader, its measured seconds for a micro-batch, and its helpers' times; what shares are made from."""
+        return (self._part.per_micro, self._part.paces) if isinstance(self._part, Leader) else (None, [])
 
     def close(self) -> None:
         """Send helpers home."""

@@ -81,6 +81,11 @@ class Leader:
         self._look_round()
         return [member.name for member in self._members]
 
+    @property
+    def paces(self) -> list[Pace]:
+        """Measured times of the helpers that are here."""
+        return [member.pace for member in self._members]
+
     def wait_for(self, helpers: int, timeout: float) -> None:
         """Block until so many helpers are here. Raises PeerLost."""
         if self._reception is None:
@@ -204,9 +209,9 @@ class LeaderStep:
             loss=loss / total if total else 0.0,
             compute_s=now - self._leader.last_ended - self._waited - (now - entered),
             copy_s=0.0,
-            exchange_exposed_s=self._waited + (now - entered),
+            exchange_exposed_s=now - entered,
             exchange_hidden_s=max((gradient.link_s for _, gradient in self._arrived), default=0.0),
-            idle_s=0.0,
+            idle_s=self._waited,
             bytes_sent=sum(assignment.snapshot.length for assignment in self._assignments),
             algorithm=f"assist {len(self._arrived)}/{len(self._assignments)}",
         )
