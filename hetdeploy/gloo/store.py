@@ -310,6 +310,11 @@ class BridgedStore(GuardedStore):
             where = f"the record of rank {name.rank} in the store ({len(data)} bytes, key {name.key})"
             raise GlooProtocolError(f"{where} cannot be used: {error.problem}", error.fix) from None
 
+    def _look_for_other_dialect(self, name: _Key) -> None:
+        # Behind a bridge nobody writes host names, whatever the dialect.
+        if self._inner.check([name.hostname_key]):
+            raise self._mixed(name.rank)
+
     def _mixed(self, peer: int) -> VersionMismatch:
         return VersionMismatch(
             f"rank {peer} runs on {Dialect.UV.platform} without a bridge, so no other machine can reach it",

@@ -149,6 +149,16 @@ def test_calls_of_a_uv_rank(inner: dist.HashStore, bridge: BridgeService, layout
             assert near.recv(4, socket.MSG_WAITALL) == (42).to_bytes(4, "little")
 
 
+@pytest.mark.parametrize("dialect", Dialect)
+def test_peer_on_a_mac_without_a_bridge(inner: dist.HashStore, bridge: BridgeService, dialect: Dialect) -> None:
+    """It waits for our host name before it writes its record, whatever this rank is."""
+    store = BridgedStore(inner, 0, 2, BridgeClient(bridge.path), dialect, Layout.DARWIN)
+    inner.set("0/rank_1", "Mac.local")
+    with pytest.raises(VersionMismatch, match="rank 1 runs on macOS without a bridge"):
+        store.wait(["0/1"], LONG)
+    store.close()
+
+
 def test_a_group_of_one_needs_no_bridge(inner: dist.HashStore, bridge: BridgeService) -> None:
     store = BridgedStore(inner, 0, 1, BridgeClient(bridge.path), Dialect.UV, Layout.DARWIN)
     store.set("0/rank_0", b"Mac.local")
