@@ -21,7 +21,6 @@ def test_passes(layout: Layout) -> None:
     assert report.ok
     assert len(report.checks) == 7
     assert report.torch.startswith("2.")
-    assert report.seconds < selftest.DEADLINE / 2
 
 
 def test_finds_a_bridge_that_speaks_the_wrong_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +30,6 @@ def test_finds_a_bridge_that_speaks_the_wrong_dialect(monkeypatch: pytest.Monkey
     report = selftest.run(Layout.LINUX)
     assert not report.ok
     assert "rank 1" in report.problem
-    assert report.seconds < selftest.DEADLINE
 
 
 def test_both_ranks_of_a_mac() -> None:
