@@ -18,7 +18,7 @@ from hetdeploy.errors import HetdeployError, PeerUnreachable, UsageError, Versio
 from hetdeploy.link import heartbeat
 from hetdeploy.link.channel import GOODBYE_SECONDS, Channel
 from hetdeploy.link.credentials import key_id
-from hetdeploy.link.handshake import CONTROL, FILE, HEARTBEAT, STREAM, Approach, Refused
+from hetdeploy.link.handshake import CONTROL, FILE, HEARTBEAT, MEETING, STREAM, Approach, Refused
 from hetdeploy.link.interrupt import Breaker, hang_up
 from hetdeploy.link.invitation import Invitation
 
@@ -124,11 +124,23 @@ class LinkClient:
             return None
 
     def dial(self, host: str, port: int) -> ssl.SSLSocket:
-        """A stream to host:port on the head's side. The caller owns it; it is cut when the session ends.
+        """A stream to host:port on the head's side, or to the joiner NAME where the host is "node:NAME".
+
+        The caller owns it; it is cut when the session ends.
 
         Raises PeerUnreachable if that address, or the head, does not answer; HetdeployError if the head will not.
         """
-        sock, _ = self._open(STREAM, {"host": host, "port": port}, DIAL_SECONDS, f"a stream to {host}:{port}")
+        return self._open_stream(STREAM, {"host": host, "port": port}, f"a stream to {host}:{port}")
+
+    def meet(self, meeting: str) -> ssl.SSLSocket:
+        """The other end of a stream that another joiner has asked for, as a message {"type": "meet", "id"} said.
+
+        Owned and cut as with dial(), and the same errors.
+        """
+        return self._open_stream(MEETING, {"id": meeting}, "a meeting with another joiner")
+
+    def _open_stream(self, kind: str, fields: dict[str, Any], what: str) -> ssl.SSLSocket:
+        sock, _ = self._open(kind, fields, DIAL_SECONDS, what)
         with self._lock:
             self._streams.add(sock)
         if self.lost.is_set():

@@ -32,7 +32,10 @@ from hetdeploy.link.endpoint import tune
 LINK_VERSION = 1
 """Of everything in this package that two machines have to agree on."""
 
-CONTROL, HEARTBEAT, STREAM, FILE = "control", "heartbeat", "stream", "file"
+CONTROL, HEARTBEAT, STREAM, FILE, MEETING = "control", "heartbeat", "stream", "file", "meeting"
+
+NODE_PREFIX = "node:"
+"""A stream to this prefix and a name leads to another joiner, whom the server asks to come and meet it."""
 
 HANDSHAKE_SECONDS = 10.0
 """From the first byte of TLS to the client's proof."""

@@ -74,5 +74,8 @@ class Handler(Protocol):
     def dial_address(self, member: Member, host: str, port: int) -> tuple[str, int]:
         """Where a stream to host:port leads. Raises Refused for what is none of the member's business."""
 
+    def meeting(self, member: Member, name: str) -> Member:
+        """The joiner ``name``, whom ``member`` wants to reach. Raises Refused."""
+
     def file(self, member: Member, digest: str) -> Path:
         """Where the file with this SHA-256 (hex) lies. Raises Refused."""

@@ -22,10 +22,11 @@ from typing import Any, TypeVar
 from hetdeploy.errors import HetdeployError, PreflightError
 from hetdeploy.link import frames, handshake, heartbeat
 from hetdeploy.link.credentials import HEAD, JOINER, Credentials, Verdict, prove
-from hetdeploy.link.endpoint import tune
-from hetdeploy.link.handshake import CONTROL, FILE, HEARTBEAT, STREAM, Refused
+from hetdeploy.link.endpoint import close_with_reset, tune
+from hetdeploy.link.handshake import CONTROL, FILE, HEARTBEAT, MEETING, NODE_PREFIX, STREAM, Refused
 from hetdeploy.link.interrupt import Breaker, hang_up
 from hetdeploy.link.listener import Listener
+from hetdeploy.link.meeting import Meetings
 from hetdeploy.link.member import Handler, Member
 from hetdeploy.link.relay import Relay
 
@@ -84,6 +85,7 @@ class LinkServer:
         self._max_strangers = max_strangers
         self._strangers = Breaker()
         self._members: dict[str, Member] = {}
+        self._meetings = Meetings()
         self._lock = threading.Lock()
         self._admission = threading.Lock()
         self._closing = False
@@ -170,7 +172,7 @@ class LinkServer:
             proof = _bytes(request.get("proof"))
             if kind == CONTROL:
                 self._check_code(request, proof, handshake.challenge(nonce, self._pin, kind))
-            elif kind in (HEARTBEAT, STREAM, FILE):
+            elif kind in (HEARTBEAT, STREAM, FILE, MEETING):
                 member = self._check_session(request, proof, handshake.challenge(nonce, self._pin, kind))
             else:
                 raise Refused("kind", f"there are no connections of the kind {kind!r}")
@@ -182,9 +184,12 @@ class LinkServer:
                 return self._heartbeat(connection, member)
             if kind == FILE:
                 return self._file(connection, member, request)
+            if kind == MEETING:
+                return self._come_to_meeting(connection, member, request)
+            if str(request.get("host")).startswith(NODE_PREFIX):
+                return self._meet(connection, member, request)
             relay, name = self._open_stream(connection, member, request)
-        with member.breaker.guard(relay.abort):
-            return f"{name}: {relay.run()}"
+        return self._carry(member, relay, name)
 
     def _check_code(self, request: dict[str, Any], proof: bytes, challenge: bytes) -> None:
         role = request.get("role")
@@ -291,6 +296,30 @@ class LinkServer:
             while chunk := file.read(_FILE_CHUNK_BYTES):
                 connection.sock.sendall(chunk)
         return f"sent {size} bytes of {digest[:12]}"
+
+    def _meet(self, connection: _Connection, member: Member, request: dict[str, Any]) -> str:
+        """A stream to another joiner, which is asked to come for it."""
+        name = str(request["host"]).removeprefix(NODE_PREFIX)
+        target = self._ask(self._handler.meeting, member, name)
+        with self._meetings.arranged(target) as meeting:
+            sock = meeting.wait(self._dial_seconds)
+            try:
+                frames.send(connection.sock, {"ok": True}, time.monotonic() + self._handshake_seconds)
+            except BaseException:
+                close_with_reset(sock)
+                raise
+            return self._carry(member, Relay(connection.sock, sock), f"stream to {name}")
+
+    def _come_to_meeting(self, connection: _Connection, member: Member, request: dict[str, Any]) -> str:
+        meeting = self._meetings.find(member, request.get("id"))
+        frames.send(connection.sock, {"ok": True}, time.monotonic() + self._handshake_seconds)
+        meeting.arrive(connection.sock)
+        meeting.over.wait()
+        return "met"
+
+    def _carry(self, member: Member, relay: Relay, name: str) -> str:
+        with member.breaker.guard(relay.abort):
+            return f"{name}: {relay.run()}"
 
     def _open_stream(self, connection: _Connection, member: Member, request: dict[str, Any]) -> tuple[Relay, str]:
         host, port = request.get("host"), request.get("port")

@@ -166,6 +166,13 @@ class Coordinator:
             raise Refused("dial", f"no rank of this job listens on {host}:{port}")
         return host, port
 
+    def meeting(self, member: Member, name: str) -> Member:
+        with self._lock:
+            node = self._nodes.get(name)
+        if node is None or node.ended or node.role != "joiner" or node.member is member:
+            raise Refused("dial", f"no other joiner of this job is called {name}")
+        return node.member
+
     def file(self, member: Member, digest: str) -> Path:
         if digest not in self._digests:
             raise Refused("file", f"no file of this job has the digest {digest[:12]}")

@@ -48,6 +48,8 @@ DIAL_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _LOG_BATCH = 200
 
+log = logging.getLogger(__name__)
+
 LineSink = Callable[[int | None, str], None]
 
 
@@ -190,6 +192,8 @@ class JobMember:
             self._send_lines()
             if message is not None and message["type"] == "outcome":
                 return Outcome.from_json({key: message[key] for key in ("exit_code", "summary", "failures")})
+            if message is not None and message["type"] == "meet":
+                threading.Thread(target=self._meet, args=(str(message["id"]),), name="meet", daemon=True).start()
             if message is not None and message["type"] == "stop" and ended is None:
                 self._agent.terminate()
             if self._client.lost.is_set():
@@ -204,6 +208,15 @@ class JobMember:
                 ended = self._report_end()
             elif time.monotonic() - ended > OUTCOME_SECONDS + self.job.exit_timeout:
                 raise PeerUnreachable("the head did not tell how the job ended", "see `hetdeploy status` there")
+
+    def _meet(self, meeting: str) -> None:
+        """Another joiner's rank wants to reach one of ours."""
+        if self._bridge is None:
+            return
+        try:
+            self._bridge.meet(self._client.meet(meeting))
+        except HetdeployError as error:
+            log.warning("%s", error)
 
     def _report_end(self) -> float | None:
         code = self._agent.poll()
