@@ -21,6 +21,7 @@ _VERBS = {
     "down": "End the job of this folder on all machines and leave nothing behind.",
     "code": "Print the join line again, or replace the code.",
     "doctor": "Check this machine and say how to mend what is wrong.",
+    "selftest": "Try the bridge between a Mac's gloo and a Linux gloo on this one machine.",
     "env": "Show every setting, its value and where it comes from.",
 }
 

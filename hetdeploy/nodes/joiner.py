@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from hetdeploy import __version__, envfile
 from hetdeploy.errors import PeerUnreachable, PreflightError, UsageError
+from hetdeploy.gloo import selftest
+from hetdeploy.gloo.dialect import Dialect, dialect_here, layout_here
 from hetdeploy.link.client import LinkClient
 from hetdeploy.link.invitation import Invitation
 from hetdeploy.network.interfaces import Interface, interface_of, read
@@ -26,6 +29,7 @@ from hetdeploy.nodes.member import JobMember, LineSink, Machine, gloo_address, h
 from hetdeploy.nodes.outcome import Outcome
 from hetdeploy.nodes.stages import Stages
 from hetdeploy.preflight import joiner as preflight
+from hetdeploy.preflight.report import ONLY_FOR_DOCTOR
 from hetdeploy.settings import Settings
 
 SKEW_WARNING_SECONDS = 2.0
@@ -52,8 +56,9 @@ def join(request: JoinRequest, stages: Stages, show: LineSink) -> Outcome:
     settings, invitation = request.settings, request.invitation
     installed_torch()
     _require_entry_point()
+    _try_bridge_once(stages)
     kind = accelerator.detect(settings.accelerator)
-    report = preflight.check(settings, accelerator=kind)
+    report = preflight.check(settings, accelerator=kind, ignore=ONLY_FOR_DOCTOR)
     for warning in report.warnings:
         stages.warn(warning)
     report.raise_failures()
@@ -132,6 +137,27 @@ def environment(job: Job, machine: Machine, nic: Interface, settings: Settings) 
         "HETDEPLOY_RUNS": str(settings.runs_dir.resolve()),
         "GLOO_SOCKET_IFNAME": interface_of(gloo_address(job, machine)).name,
     }
+
+
+def _try_bridge_once(stages: Stages) -> None:
+    """On a Mac: try the bridge with this torch before another machine is involved, and remember that it held.
+
+    Raises PreflightError when it does not hold.
+    """
+    torch = installed_torch()
+    proof = Path.home() / ".cache" / "hetdeploy" / f"bridge-{__version__}-torch-{torch}"
+    if dialect_here() is not Dialect.UV or proof.exists():
+        return
+    with stages.stage("self-test") as stage:
+        report = selftest.run(layout_here())
+        if report.problem:
+            raise PreflightError(
+                f"the bridge does not carry torch {torch} on this machine ({report.problem})",
+                "`hetdeploy selftest` shows each check; please report what it prints",
+            )
+        stage.done(f"the bridge carries torch {torch}, {len(report.checks)} checks")
+    proof.parent.mkdir(parents=True, exist_ok=True)
+    proof.touch()
 
 
 def _require_entry_point() -> None:
