@@ -27,7 +27,7 @@ from typing import Any
 
 from hetdeploy import __version__
 from hetdeploy.errors import HetdeployError, PeerUnreachable, PreflightError
-from hetdeploy.gloo.bridge import BridgeService
+from hetdeploy.gloo.bridge import MEETING_PREFIX, BridgeService
 from hetdeploy.gloo.dialect import Dialect, dialect_here
 from hetdeploy.link.client import LinkClient
 from hetdeploy.link.forward import Forward
@@ -46,7 +46,10 @@ DIAL_SECONDS = 10.0
 """How long a rank of the head may take to answer in direct mode."""
 
 _POLL_SECONDS = 0.2
-_LOG_BATCH = 200
+LONGEST_LINE = 8_000
+"""Characters; what a rank prints beyond them in one line is cut, so that a message never outgrows the link's limit."""
+
+_BATCH_CHARACTERS = 64_000
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +139,7 @@ class JobMember:
 
     def take_line(self, rank: int | None, text: str) -> None:
         """A line that a rank, or torchrun, printed. Blocks when the head takes lines more slowly than they come."""
+        text = text[:LONGEST_LINE]
         self._show(rank, text)
         self._lines.put((rank, text))
 
@@ -179,7 +183,9 @@ class JobMember:
         )
 
     def _dial_plainly(self, host: str, port: int) -> socket.socket:
-        """Direct mode: the head's ranks listen on the LAN."""
+        """Direct mode: the head's ranks listen on the LAN. Another joiner with a bridge listens nowhere."""
+        if host.startswith(MEETING_PREFIX):
+            return self._client.dial(host, port)
         sock = socket.create_connection((host, port), DIAL_SECONDS, (self._machine.address, 0))
         sock.settimeout(None)
         return sock
@@ -196,7 +202,8 @@ class JobMember:
                 threading.Thread(target=self._meet, args=(str(message["id"]),), name="meet", daemon=True).start()
             if message is not None and message["type"] == "stop" and ended is None:
                 self._agent.terminate()
-            if self._client.lost.is_set():
+            # What the head said before it went comes first.
+            if message is None and self._client.lost.is_set():
                 raise PeerUnreachable(
                     f"the head at {self._client.host} is gone ({self._client.lost_reason})",
                     "see `hetdeploy status` there; the ranks here were stopped",
@@ -238,11 +245,10 @@ class JobMember:
     def _send_lines(self) -> None:
         while not self._lines.empty():
             batch: list[tuple[int | None, str]] = []
-            while len(batch) < _LOG_BATCH:
-                try:
-                    batch.append(self._lines.get_nowait())
-                except queue.Empty:
-                    break
+            characters = 0
+            while characters < _BATCH_CHARACTERS and not self._lines.empty():
+                batch.append(self._lines.get())
+                characters += len(batch[-1][1]) + 1
             self._client.send({"type": "log", "lines": batch})
 
     @contextmanager
