@@ -251,10 +251,10 @@ class Coordinator:
                 )
                 for entry in message["failures"]
             ]
-            if code and not failures:
+            if code and not failures and not message["problems"]:
                 text = f"{node.name}: {message.get('error') or f'ended with code {code}'}"
                 failures = [Failure(node.name, None, code, text, now, tuple(node.lines.get(None, ())), "node")]
-            if failures:
+            if code:
                 problems = [f"the bridge on {node.name}: {problem}" for problem in message["problems"]]
                 failures += [Failure(node.name, None, 1, problem, now, (), "bridge") for problem in problems]
             self._end_node(node, failures)

@@ -42,6 +42,9 @@ LOOPBACK = "127.0.0.1"
 OUTCOME_SECONDS = 30.0
 """How long a member waits for the job's outcome after its own ranks have ended badly."""
 
+CUT_OFF_SECONDS = 5.0
+"""How long ranks may take to fail by themselves after the bridge has cut their connection."""
+
 DIAL_SECONDS = 10.0
 """How long a rank of the head may take to answer in direct mode."""
 
@@ -126,6 +129,7 @@ class JobMember:
         self._folder = RunFolder(machine.runs, self.job.id).node(self.name)
         self._has_files = False
         self._bridge: BridgeService | None = None
+        self._cut_off_at: float | None = None
         self._interrupts = 0
         self._reported_finished = False
 
@@ -208,6 +212,8 @@ class JobMember:
                     f"the head at {self._client.host} is gone ({self._client.lost_reason})",
                     "see `hetdeploy status` there; the ranks here were stopped",
                 )
+            if ended is None and self._is_cut_off():
+                self._agent.terminate()
             if self._interrupts and ended is None:
                 ended = time.monotonic()
                 self._leave()
@@ -224,6 +230,17 @@ class JobMember:
             self._bridge.meet(self._client.meet(meeting))
         except HetdeployError as error:
             log.warning("%s", error)
+
+    def _is_cut_off(self) -> bool:
+        """Whether the bridge had to cut a pair and the ranks have not ended of it.
+
+        gloo 2.13 never fails a receive whose payload has begun: such a rank would hang until its own timeout.
+        """
+        if self._bridge is None or not self._bridge.problems:
+            return False
+        if self._cut_off_at is None:
+            self._cut_off_at = time.monotonic()
+        return time.monotonic() - self._cut_off_at > CUT_OFF_SECONDS
 
     def _report_end(self) -> float | None:
         code = self._agent.poll()

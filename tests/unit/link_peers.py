@@ -67,6 +67,8 @@ class Recorder:
     def __init__(self) -> None:
         self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.files: dict[str, Path] = {}
+        self.named: dict[str, Member] = {}
+        """Who can be met, by name."""
         self.refusal: Refused | None = None
         self.gate = threading.Event()
         """While this is not set messages are not taken."""
@@ -94,6 +96,12 @@ class Recorder:
         if host != "inside":
             raise Refused("dial", f"{host}:{port} does not belong to this job")
         return "127.0.0.1", port
+
+    def meeting(self, member: Member, name: str) -> Member:
+        try:
+            return self.named[name]
+        except KeyError:
+            raise Refused("dial", f"no other joiner of this job is called {name}") from None
 
     def file(self, member: Member, digest: str) -> Path:
         if digest not in self.files:
