@@ -43,17 +43,22 @@ class FakeMac:
 
     hosts: TwoHosts
     folder: Path
+    home: Path
 
     @property
     def env(self) -> dict[str, str]:
-        return {"PYTHONPATH": str(HERE / "site"), "FAKE_MAC": str(self.folder)}
+        return {"PYTHONPATH": str(HERE / "site"), "FAKE_MAC": str(self.folder), "HOME": str(self.home)}
 
     def command(self, *arguments: str) -> list[str]:
         """``arguments`` as a command line that runs there. Its mounts are its own: `ip netns exec` sees to that."""
         return self.hosts.command("sh", "-c", _WITH_MACOS_TOOLS, "sh", str(self.folder / "root"), *arguments)
 
-    def another_host(self, name: str) -> TwoHosts:
-        """A Linux machine at the same address."""
+    def another_mac(self, name: str) -> FakeMac:
+        """At the same address."""
+        return replace(self, hosts=self.another_linux(name))
+
+    def another_linux(self, name: str) -> TwoHosts:
+        """At the same address."""
         return replace(self.hosts, host_name=name)
 
     def events(self) -> list[dict[str, Any]]:
@@ -63,13 +68,16 @@ class FakeMac:
 
 
 @contextmanager
-def fake_mac(folder: Path, hardware_ports: str = ON_WIFI) -> Iterator[FakeMac]:
-    """A Mac on a gigabit cable; ``hardware_ports`` is the recording that says what it takes its en0 for."""
+def fake_mac(folder: Path, home: Path, hardware_ports: str = ON_A_CABLE) -> Iterator[FakeMac]:
+    """A Mac on a gigabit cable; ``hardware_ports`` is the recording that says what it takes its en0 for.
+
+    ``home`` is the user's, where `join` remembers the self-test of an earlier time.
+    """
     with two_hosts(host_name=HOST_NAME) as hosts:
         for step in (("set", "lo", "down"), ("set", "lo", "name", "lo0"), ("set", "lo0", "up")):
             hosts.run("ip", "link", *step).check_returncode()
         _install_tools(folder, hardware_ports)
-        yield FakeMac(hosts, folder)
+        yield FakeMac(hosts, folder, home)
 
 
 def _install_tools(folder: Path, hardware_ports: str) -> None:
