@@ -86,9 +86,8 @@ def test_tensors_of_different_size_are_explained(ports: tuple[str, ...], tmp_pat
         with Command("join", join_code(up), cwd=tmp_path / "joiner") as join:
             assert join.wait() != 0, join.text
         assert up.wait() != 0, up.text
-    assert re.search(
-        r"failed first: the bridge on \S+: pair rank 1 .* different collectives, or with tensors of", up.text
-    )
+    pattern = r"failed first: the bridge on \S+: pair rank 1 .* different collectives, or with tensors of"
+    assert re.search(pattern, up.text), up.text
 
 
 @pytest.mark.parametrize("side", ["head", "joiner"])
