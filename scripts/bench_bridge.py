@@ -10,8 +10,9 @@ the interop tests have installed it, else a torch rank whose own process gives i
 
 MB/s is the tensor's size over the time of the all_reduce. "of stock" is the median of the rounds' ratios. A relay's CPU
 seconds are per 10^9 bytes carried, an all_reduce of N bytes between two ranks being 2 N. Memory is the process's peak
-beyond that of a Python that has imported nothing. Both ends of the TLS link share the machine's cores here, with the
-ranks; two real machines do not. Needs root, iproute2 and torch.
+beyond that of a Python that has imported nothing. All processes share one machine's cores here, both ends of the TLS
+link among them, and two machines would not: on few cores and a fast cable that decides. An all_reduce fills the cable
+in both directions; --one-way has a broadcast fill one, for half the work. Needs root, iproute2 and torch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import os
 import platform
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -48,6 +50,9 @@ SLOWEST_MB_PER_SECOND = 5.0
 """A run that is slower than this on every all_reduce is given up."""
 
 UNSHAPED = "none"
+CARRIED = {"all_reduce": 2, "broadcast": 1}
+"""Bytes between two ranks, both directions together, per byte of the tensor."""
+
 TARGETS = {("uv-direct", "1gbit"): 0.97, ("uv-tls", "1gbit"): 0.95, ("uv-tls", "2500mbit"): 0.85}
 """The least ratio to the stock pair that the project sets itself, by way and rate."""
 MEMORY_TARGET_MB = 64.0
@@ -88,13 +93,17 @@ def main() -> int:
     parser.add_argument("--face", action="store_true", help="no pygloo: a torch rank with a uv face instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there, too")
     parser.add_argument("--quick", action="store_true", help="small and short: that it works, not how fast")
+    parser.add_argument("--one-way", action="store_true", help="a broadcast in place of the all_reduce")
     options = parser.parse_args()
     if options.quick:
         options.megabytes, options.rounds = 4.0, 2
+    # Ended by default, Python would leave the hosts and the processes behind.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit("stopped"))
     pygloo = str(PYGLOO) if PYGLOO.exists() and not options.face else ""
     try:
         with two_hosts(rate=None if options.rate == UNSHAPED else options.rate) as hosts:
-            result = Benchmark(hosts, options.megabytes, options.rounds, pygloo).run(options.rate)
+            operation = "broadcast" if options.one_way else "all_reduce"
+            result = Benchmark(hosts, operation, options.megabytes, options.rounds, pygloo).run(options.rate)
     except HetdeployError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -105,8 +114,9 @@ def main() -> int:
 
 
 class Benchmark:
-    def __init__(self, hosts: TwoHosts, megabytes: float, rounds: int, pygloo: str) -> None:
+    def __init__(self, hosts: TwoHosts, operation: str, megabytes: float, rounds: int, pygloo: str) -> None:
         self._hosts = hosts
+        self._operation = operation
         self._count = int(megabytes * 1e6 / 4)
         self._rounds = rounds
         self._pygloo = pygloo
@@ -152,6 +162,8 @@ class Benchmark:
         for _ in range(len(WAYS) * (self._rounds + 1)):
             self._take(self._read(ranks[0]), relays)
         for process in ranks:
+            assert process.stdin is not None
+            process.stdin.close()
             if process.wait(STARTUP_SECONDS):
                 raise HetdeployError("a rank failed", "see what it says above")
         for relay in (relay for among in relays.values() for relay in among):
@@ -168,6 +180,7 @@ class Benchmark:
             "head": self._hosts.head_address,
             "other": self._hosts.other_address,
             **found,
+            "operation": self._operation,
             "count": self._count,
             "rounds": self._rounds,
             "pygloo": self._pygloo,
@@ -188,7 +201,7 @@ class Benchmark:
 
     def _result(self, rate: str, relays: dict[str, list[Relay]]) -> dict[str, Any]:
         bare, megabytes = bare_mb(), self._count * 4 / 1e6
-        carried = 2 * megabytes / 1e3 * self._rounds
+        carried = CARRIED[self._operation] * megabytes / 1e3 * self._rounds
         ways = []
         for way in WAYS:
             seconds = self._seconds[way.name]
@@ -199,7 +212,7 @@ class Benchmark:
                     "mb_per_s": round(megabytes / statistics.median(seconds), 1),
                     "ratio": round(statistics.median(ratios), 3),
                     "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
-                    "target": TARGETS.get((way.name, rate)),
+                    "target": TARGETS.get((way.name, rate)) if self._operation == "all_reduce" else None,
                     "relays": [
                         {
                             "part": relay.part,
@@ -213,6 +226,7 @@ class Benchmark:
         return {
             "schema_version": SCHEMA_VERSION,
             "rate": rate,
+            "operation": self._operation,
             "megabytes": megabytes,
             "rounds": self._rounds,
             "uv_rank": "pygloo 0.2.1, gloo's own uv transport" if self._pygloo else "torch behind a uv face",
@@ -282,8 +296,8 @@ def _peak_mb(status: str) -> float:
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        f"all_reduce of {result['megabytes']:g} MB, cable {result['rate']}, {result['rounds']} rounds, uv rank: "
-        f"{result['uv_rank']}; {result['cores']} cores, of which others used {result['others_cores']}",
+        f"{result['operation']} of {result['megabytes']:g} MB, cable {result['rate']}, {result['rounds']} rounds",
+        f"uv rank: {result['uv_rank']}; {result['cores']} cores, of which others used {result['others_cores']}",
         "",
         f"{'way':11s} {'MB/s':>7s}  {'of stock':>8s}  {'(least, most)':14s}  target  "
         "relay: CPU s/GB, peak MB above a bare Python",

@@ -99,6 +99,7 @@ def rank(number: str) -> None:
             others = (busy_seconds(ours) - others) / (time.perf_counter() - started)
             cpu = [late - early for early, late in zip(before, cpu_seconds(setup["pids"]), strict=True)]
             say(setup=setup["name"], turn=turn, seconds=seconds, cpu=cpu, others=others)
+        sys.stdin.read()  # the other rank may still be looking at our CPU time
 
 
 def schedule(setups: list[dict[str, Any]], rounds: int) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -123,7 +124,7 @@ def join(
     pattern: Any,
     stack: contextlib.ExitStack,
 ) -> Callable[[], float]:
-    """Form the group of one setup. Returns what performs a checked all_reduce in it and tells its seconds."""
+    """Form the group of one setup. Returns what performs a checked operation in it and tells its seconds."""
     import torch.distributed as dist
 
     from hetdeploy.gloo.control import BridgeClient
@@ -140,35 +141,40 @@ def join(
         given = BridgedStore(given, own, 2, BridgeClient(setup["bridge"]), dialect, Layout.LINUX)
         stack.callback(given.close)
         if dialect is Dialect.UV and config["pygloo"]:
-            return PyglooRank(config["pygloo"], own, config["count"], given, stack).all_reduce
+            return PyglooRank(config, own, given, stack).perform
         if dialect is Dialect.UV:
             given = MacFace(given, own, 2, Layout.LINUX)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = TIMEOUT
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     group = dist.ProcessGroupGloo(given, own, 2, options)
-    return lambda: all_reduce(group, own, pattern)
+    return lambda: perform(config["operation"], group, own, pattern)
 
 
-def all_reduce(group: Any, own: int, pattern: Any) -> float:
+def perform(operation: str, group: Any, own: int, pattern: Any) -> float:
+    """One checked ``operation``. Returns its seconds, until both ranks have what they should."""
     import torch
 
     tensor, gate = pattern + own, torch.zeros(1)
     group.allreduce([gate]).wait()  # both are here
     started = time.perf_counter()
-    group.allreduce([tensor]).wait()
+    if operation == "broadcast":
+        group.broadcast(tensor, 0).wait()
+        group.allreduce([gate]).wait()  # a sender is done before its receiver
+    else:
+        group.allreduce([tensor]).wait()
     seconds = time.perf_counter() - started
-    if not torch.equal(tensor, 2 * pattern + 1):
-        sys.exit(f"rank {own} got a wrong sum")
+    if not torch.equal(tensor, pattern if operation == "broadcast" else 2 * pattern + 1):
+        sys.exit(f"rank {own} got a wrong result")
     return seconds
 
 
 class PyglooRank:
     """A rank on gloo's real ``uv`` transport, in a process of its own, whose store calls are served here."""
 
-    def __init__(self, python: str, own: int, count: int, store: Any, stack: contextlib.ExitStack) -> None:
+    def __init__(self, config: dict[str, Any], own: int, store: Any, stack: contextlib.ExitStack) -> None:
         self._process = subprocess.Popen(
-            [python, str(PYGLOO_RANK), str(own), str(count), LOOPBACK],
+            [config["pygloo"], str(PYGLOO_RANK), str(own), str(config["count"]), LOOPBACK, config["operation"]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -178,7 +184,7 @@ class PyglooRank:
         while (words := self._read())[0] != "ready":
             self._tell(self._serve(store, words[0], [f"0/{word}" for word in words[1:]]))
 
-    def all_reduce(self) -> float:
+    def perform(self) -> float:
         self._tell("go")
         return float(self._read()[1])
 

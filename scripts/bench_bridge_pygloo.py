@@ -1,8 +1,8 @@
 """A rank on gloo's real ``uv`` transport (pygloo), for bench_bridge.py. Runs under a Python that pygloo has wheels for.
 
-    bench_bridge_pygloo.py RANK COUNT HOST
+    bench_bridge_pygloo.py RANK COUNT HOST all_reduce|broadcast
 
-Store calls are lines on standard output, their answers lines on standard input; then each "go" is one all_reduce.
+Store calls are lines on standard output, their answers lines on standard input; then each "go" is one operation.
 """
 
 import sys
@@ -39,7 +39,7 @@ class LineStore:
 
 
 def main():
-    rank, count = int(sys.argv[1]), int(sys.argv[2])
+    rank, count, is_broadcast = int(sys.argv[1]), int(sys.argv[2]), sys.argv[4] == "broadcast"
     store = pygloo.rendezvous.CustomStore(LineStore())
     device = pygloo.transport.uv.CreateDevice(pygloo.transport.uv.attr(sys.argv[3]))
     context = pygloo.rendezvous.Context(rank, SIZE)
@@ -52,11 +52,16 @@ def main():
         tensor = pattern + np.float32(rank)
         all_reduce(context, gate, tag)
         started = time.perf_counter()
-        all_reduce(context, tensor, tag + 1)
+        if is_broadcast:
+            data = tensor.ctypes.data
+            pygloo.broadcast(context, data, data, count, pygloo.glooDataType_t.glooFloat32, 0, tag + 1)
+            all_reduce(context, gate, tag + 2)
+        else:
+            all_reduce(context, tensor, tag + 1)
         seconds = time.perf_counter() - started
-        tag += 2
-        if not np.array_equal(tensor, 2 * pattern + 1):
-            sys.exit(f"rank {rank} got a wrong sum")
+        tag += 3 if is_broadcast else 2
+        if not np.array_equal(tensor, pattern if is_broadcast else 2 * pattern + 1):
+            sys.exit(f"rank {rank} got a wrong result")
         print("done", seconds, flush=True)
 
 

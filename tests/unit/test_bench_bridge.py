@@ -16,7 +16,7 @@ DEADLINE = 150  # seconds; it takes about 12 on a machine that does nothing else
 
 
 @pytest.mark.lan
-@pytest.mark.parametrize("flags", [[], ["--face"]], ids=["as-it-is", "face"])
+@pytest.mark.parametrize("flags", [[], ["--face", "--one-way"]], ids=["as-it-is", "face"])
 def test_quick(flags: list[str], tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, "-W", "error::ResourceWarning", str(SCRIPT), "--quick", "--json", str(file), *flags]
@@ -27,7 +27,7 @@ def test_quick(flags: list[str], tmp_path: Path) -> None:
     assert result["schema_version"] == bench_bridge.SCHEMA_VERSION
     assert (result["rate"], result["megabytes"], result["rounds"]) == ("1gbit", 4.0, 2)
     if flags:
-        assert result["uv_rank"] == "torch behind a uv face"
+        assert (result["uv_rank"], result["operation"]) == ("torch behind a uv face", "broadcast")
     parts = {way["name"]: [relay["part"] for relay in way["relays"]] for way in result["ways"]}
     direct, tls = ["bridge"], ["bridge", "server"]
     assert parts == {"stock": [], "tcp-direct": direct, "uv-direct": direct, "tcp-tls": tls, "uv-tls": tls}
@@ -47,16 +47,20 @@ def test_turns_go_there_and_back_again() -> None:
     assert names == [(0, "b"), (0, "a"), (1, "a"), (1, "b"), (2, "b"), (2, "a")]
 
 
-def test_a_wrong_sum_is_noticed() -> None:
-    """The group that adds nothing: what a relay that loses or repeats bytes could look like."""
+@pytest.mark.parametrize("operation", bench_bridge.CARRIED)
+def test_a_wrong_result_is_noticed(operation: str) -> None:
+    """A group that does nothing: what a relay that loses or repeats bytes could look like."""
     import torch
 
     class Nothing:
         def allreduce(self, tensors: list[torch.Tensor]) -> Nothing:
             return self
 
+        def broadcast(self, tensor: torch.Tensor, root: int) -> Nothing:
+            return self
+
         def wait(self) -> None:
             pass
 
-    with pytest.raises(SystemExit, match="rank 1 got a wrong sum"):
-        bench_bridge_parts.all_reduce(Nothing(), 1, torch.arange(10.0))
+    with pytest.raises(SystemExit, match="rank 1 got a wrong result"):
+        bench_bridge_parts.perform(operation, Nothing(), 1, torch.arange(10.0))
