@@ -17,10 +17,9 @@ import hmac
 import secrets
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from hetdeploy.errors import HetdeployError, PeerUnreachable, UsageError, Versio
 from hetdeploy.link import frames
 from hetdeploy.link.credentials import pin_of, prove
 from hetdeploy.link.endpoint import tune
+from hetdeploy.network.connect import explain_connect_error
+from hetdeploy.network.interfaces import Interface, interface_of
 
 LINK_VERSION = 1
 """Of everything in this package that two machines have to agree on."""
@@ -168,26 +169,14 @@ class Approach:
         source = (self._source, 0) if self._source else None
         try:
             return socket.create_connection((self.host, self.port), frames.remaining(deadline), source)
-        except socket.gaierror as error:
-            raise PeerUnreachable(
-                f"the name {self.host!r} cannot be resolved ({error.strerror})", "use the head's address"
-            ) from error
-        except TimeoutError as error:
-            raise PeerUnreachable(
-                f"{self.where} does not answer{self._bound_to} (ETIMEDOUT)",
-                "see that the head is on and that its firewall lets this port in",
-            ) from error
-        except ConnectionResetError as error:  # so fast that connect() itself reports it
-            raise self._hung_up("connect", error) from error
         except OSError as error:
-            name = errno.errorcode.get(error.errno or 0, "error")
-            raise PeerUnreachable(
-                f"{self.where} cannot be reached{self._bound_to} ({name}: {error.strerror})", _advice(error.errno)
-            ) from error
+            raise explain_connect_error(error, self.host, self.port, self._interface()) from error
 
-    @property
-    def _bound_to(self) -> str:
-        return f" from {self._source}" if self._source else ""
+    def _interface(self) -> Interface | None:
+        """The NIC that connections leave by, if it is asked for and still has its address."""
+        with suppress(HetdeployError):
+            return interface_of(self._source) if self._source else None
+        return None
 
     def _check_pin(self, sock: ssl.SSLSocket) -> None:
         certificate = sock.getpeercert(binary_form=True)
@@ -222,16 +211,6 @@ class Approach:
             f"{self.where} accepted the connection and closed it ({step}: {_name(error)})",
             "see `hetdeploy status` and `hetdeploy logs` on the head, which may be starting or stopping",
         )
-
-
-def _advice(code: int | None) -> str:
-    if code == errno.ECONNREFUSED:
-        return "start `hetdeploy up` on the head, and see that address and port are the ones it shows"
-    if code == errno.EADDRNOTAVAIL:
-        return "the network interface has no such address (any more): see `hetdeploy doctor`"
-    if code == errno.EHOSTUNREACH and sys.platform == "darwin":
-        return "allow this terminal in System Settings > Privacy & Security > Local Network, or check cable and address"
-    return "see that both machines are on the same network"
 
 
 def _name(error: Exception) -> str:

@@ -98,7 +98,7 @@ def test_nobody_answers_within_the_join_timeout(tmp_path: Path) -> None:
     exit_code, text = run("join", "--join-timeout", "2", code, cwd=tmp_path)
     assert exit_code == 4
     assert f"127.0.0.1:{port} did not answer within 2 s" in error_line(text)
-    assert f"waiting for the head: 127.0.0.1:{port} cannot be reached" in text
+    assert f"waiting for the head: cannot reach 127.0.0.1:{port}" in text
 
 
 def test_codes_that_the_head_does_not_take(ports: tuple[str, ...], tmp_path: Path) -> None:

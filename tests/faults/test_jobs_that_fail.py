@@ -115,7 +115,7 @@ def test_ctrl_c_before_anybody_joined(ports: tuple[str, ...], tmp_path: Path) ->
 def test_ctrl_c_while_waiting_for_a_head(tmp_path: Path) -> None:
     code = Invitation("127.0.0.1", free_port(), bytes(16), bytes(16), 0).encode()
     with Command("join", code, cwd=tmp_path / "joiner") as join:
-        join.wait_for(r"waiting for the head: 127\.0\.0\.1:\d+ .*ECONNREFUSED")
+        join.wait_for(r"waiting for the head: cannot reach 127\.0\.0\.1:\d+ .*ECONNREFUSED")
         join.send(signal.SIGINT)
         assert join.wait() == 130, join.text
     assert "Traceback" not in join.text

@@ -50,22 +50,22 @@ def closed_port() -> int:
 
 def test_nobody_there(credentials: Credentials) -> None:
     port = closed_port()
-    with pytest.raises(PeerUnreachable, match=rf"127\.0\.0\.1:{port} cannot be reached \(ECONNREFUSED: .*hetdeploy up"):
+    with pytest.raises(PeerUnreachable, match=rf"cannot reach 127\.0\.0\.1:{port} .*\(ECONNREFUSED\): .*hetdeploy up"):
         connect(credentials, "127.0.0.1", port)
 
 
 def test_no_way_there(credentials: Credentials) -> None:
-    with pytest.raises(PeerUnreachable, match=r"255\.255\.255\.255:29400 cannot be reached \(E[A-Z]+: "):
+    with pytest.raises(PeerUnreachable, match=r"cannot reach 255\.255\.255\.255:29400.* \(E[A-Z]+\): "):
         connect(credentials, "255.255.255.255", 29400)
 
 
 def test_a_name_that_nobody_knows(credentials: Credentials) -> None:
-    with pytest.raises(PeerUnreachable, match=r"'no-such-mac\.invalid' cannot be resolved"):
+    with pytest.raises(PeerUnreachable, match=r"cannot reach no-such-mac\.invalid:29400: no such host"):
         connect(credentials, "no-such-mac.invalid", 29400)
 
 
 def test_an_own_address_that_is_none(credentials: Credentials) -> None:
-    with pytest.raises(PeerUnreachable, match=r"from 192\.0\.2\.7 \(EADDRNOTAVAIL"):
+    with pytest.raises(PeerUnreachable, match=r"\(EADDRNOTAVAIL\): the NIC lost its address"):
         connect(credentials, "127.0.0.1", closed_port(), source="192.0.2.7")
 
 
@@ -102,7 +102,7 @@ def test_a_full_backlog_is_no_answer(credentials: Credentials) -> None:
             sock.setblocking(False)
             with suppress(BlockingIOError):
                 sock.connect(address)
-        with pytest.raises(PeerUnreachable, match=r"does not answer \(ETIMEDOUT\).*firewall"):
+        with pytest.raises(PeerUnreachable, match=r"no answer \(ETIMEDOUT\).*firewall"):
             connect(credentials, *address, timeout=0.5)
         for sock in waiting:
             sock.close()
@@ -111,7 +111,7 @@ def test_a_full_backlog_is_no_answer(credentials: Credentials) -> None:
 @pytest.mark.parametrize("close", [socket.socket.close, reset])
 def test_one_who_hangs_up_at_once(credentials: Credentials, close: Callable[[socket.socket], None]) -> None:
     """As Docker's proxy does for a published port while its container is not up yet: worth another try."""
-    with answering(close) as port, pytest.raises(PeerUnreachable, match="accepted the connection and closed it"):
+    with answering(close) as port, pytest.raises(PeerUnreachable, match="accepted the connection and closed it|ECONNRESET"):
         connect(credentials, "127.0.0.1", port)
 
 
