@@ -13,8 +13,8 @@ What the table says, warm-up left out:
 
 mb/s      micro-batches per second
 gain      the same over the leader alone with the same seed
-formula   for assist: mb/s over the leader's own rate times 1 + (1/k)(1 - (U + D)/T), with the rate, k, U + D and T as
-          measured in that run (two ranks on one machine slow each other down)
+formula   for assist: mb/s over the leader's own rate times 1 + (1/k)(1 - (U + D)/T), with that rate (optimizer too),
+          k, U + D and T as measured in the same run: two ranks on one machine slow each other down
 time      until the mean training loss of the last steps is below what the leader alone reaches after 0.8 of its
           steps, over the leader alone's time
 waits     part of the leader's time in which it waits for the helper
@@ -62,6 +62,7 @@ class Run:
     steps: int
     micro_batches: int
     size: dict[str, Any]
+    pretend: float
     store: str
 
     @property
@@ -99,7 +100,18 @@ def main() -> int:
                         "batch": 4,
                         "lr": 1e-3,
                     }
-                    run = Run(mode, wire, option, k, seed, options.steps, options.micro_batches, size, address)
+                    run = Run(
+                        mode,
+                        wire,
+                        option,
+                        k,
+                        seed,
+                        options.steps,
+                        options.micro_batches,
+                        size,
+                        options.pretend,
+                        address,
+                    )
                     results.append(measure(run, hosts))
                     print(
                         f"{run.name} k={k} seed={seed}: {results[-1]['throughput']:.2f} micro-batches/s",
@@ -133,6 +145,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2, help="texts in a micro-batch")
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--width", type=int, default=256)
+    pretend = "sleep so many seconds for each micro-batch instead of computing: what exchanges cost, on a busy machine"
+    parser.add_argument("--pretend", type=float, default=0.0, help=pretend)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     options = parser.parse_args()
@@ -271,11 +285,20 @@ class Rank:
         """One backward pass over the ``micro``-th part of global batch ``step``: the loss's sum and its number of
         bytes.
         """
+        if self.run.pretend:
+            return self.pretend(), self.size.batch * self.size.context
         began = time.perf_counter()
         loss, samples = self.loss(1_000_003 * (self.run.seed + 1) + 1009 * step + micro)
         loss.backward()
         time.sleep((time.perf_counter() - began) * (self.slower - 1))
         return loss.detach(), samples
+
+    def pretend(self) -> Any:
+        time.sleep(self.run.pretend * self.slower)
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = self.torch.zeros_like(parameter)
+        return self.torch.zeros(())
 
     def loss(self, seed: int) -> tuple[Any, int]:
         torch, length = self.torch, self.size.context
@@ -366,8 +389,13 @@ def assist(me: Rank, store: Any) -> dict[str, Any]:
     said = me.report()
     if own and helpers and helpers[0].per_micro:
         k, link, step_s = helpers[0].per_micro / own, helpers[0].link, said["step_s"]
-        said |= {"own_s": own, "measured_k": k, "link_s": link}
-        said["formula"] = said["throughput"] * own / (1 + max(0.0, (1 / k) * (1 - link / step_s)))
+        # What the leader spends in a step beside its micro-batches (the optimizer), it would spend alone too.
+        mine = statistics.fmean(record.samples for record in me.records[WARM_UP_STEPS:])
+        mine /= me.size.batch * me.size.context
+        besides = step_s * (1 - said["waits"]) - mine * own
+        alone = run.micro_batches / (run.micro_batches * own + besides)
+        said |= {"own_s": own, "besides_s": besides, "measured_k": k, "link_s": link}
+        said["formula"] = said["throughput"] / (alone * (1 + max(0.0, (1 / k) * (1 - link / step_s))))
     return said
 
 

@@ -37,7 +37,8 @@ Layers that look at the batch as a whole (BatchNorm) see one micro-batch at a ti
 leader's floating-point buffers go down with the weights.
 
 Memory beyond the model and its gradients G (fp32 bytes): leader, weights once in CPU memory (twice while a helper is
-late) and for each helper G and one gradient payload; helper, weights once, G and one payload, with int8 two more G.
+late) and for each helper G and one gradient payload; helper, weights once, G and one payload, with int8 two more G. On
+cuda and mps another G on the device while copying.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class Step(Protocol):
     """One step of the global batch, on this machine."""
 
     number: int
+    record: StepRecord | None
+    """After ``reduce``, what the step cost this machine. A helper's loss and samples are those of its share alone."""
 
     def __iter__(self) -> Iterator[int]:
         """The micro-batches that are this machine's, from 0 to ``micro_batches`` - 1 of the global batch."""
@@ -117,10 +120,19 @@ class Assist:
         self._part: Leader | Helper
         if crew.leads:
             self._part = Leader(
-                crew, model, whole, wire_format(wire), weights, lines, micro_batches, late, patience, split
+                crew,
+                model,
+                whole,
+                lines,
+                wire=wire_format(wire),
+                weights=weights,
+                micro_batches=micro_batches,
+                redo=late == "redo",
+                patience=patience,
+                split=split,
             )
         else:
-            self._part = Helper(crew, model, whole, wire_format(wire), weights, lines)
+            self._part = Helper(crew, model, whole, lines, wire=wire_format(wire), weights=weights)
 
     def steps(self, total: int, start: int = 0) -> Iterator[Step]:
         """Steps ``start`` to ``total`` - 1 on the leader. On a helper those in which it has a share, until the leader

@@ -26,6 +26,7 @@ from hetdeploy.train.messages import (
     gradient_bytes,
     pack_report,
 )
+from hetdeploy.train.metrics import StepRecord
 from hetdeploy.train.snapshot import Snapshot, followed
 from hetdeploy.train.wire import Wire, encode_with_feedback, first_non_finite
 from hetdeploy.train.world import Pending
@@ -38,7 +39,9 @@ class Helper:
     carries.)
     """
 
-    def __init__(self, crew: Crew, model: nn.Module, whole: Bucket, wire: Wire, weights: str, lines: list[str]) -> None:
+    def __init__(
+        self, crew: Crew, model: nn.Module, whole: Bucket, lines: list[str], *, wire: Wire, weights: str
+    ) -> None:
         if crew.store is None:
             raise MisuseError("a helper needs a leader to join", "see Crew.current")
         log.info("waiting for the leader")
@@ -55,6 +58,7 @@ class Helper:
         )
         self.residual = torch.zeros(whole.numel) if wire.feedback else None
         self.sending: Pending | None = None
+        self.last_ended = time.perf_counter()
         self._residual_before = torch.zeros(whole.numel) if wire.feedback else None
         self._weights = Snapshot(self.staging, followed(model, whole.parameters), weights)
         self._stopped = False
@@ -114,6 +118,7 @@ class HelperStep:
     def __init__(self, helper: Helper, command: Command) -> None:
         self.number = command.step
         self.reduced = False
+        self.record: StepRecord | None = None
         self._helper = helper
         self._micros = range(command.first, command.first + command.count)
         self._began = time.perf_counter()
@@ -136,6 +141,7 @@ class HelperStep:
         compute = time.perf_counter() - self._began
         gradients = [parameter.grad for parameter in helper.whole.parameters]
         helper.staging.download(gradients, helper.whole.sizes, helper.flat)()
+        copied = time.perf_counter()
         position, refused = first_non_finite(helper.flat), FINE
         if position is not None:
             refused = helper.whole.names.index(helper.whole.name_at(position))
@@ -145,3 +151,20 @@ class HelperStep:
         payload = pack_report(helper.message, report)
         encode_with_feedback(helper.wire, helper.flat, payload, helper.residual if refused == FINE else None)
         helper.sending = helper.group.send(helper.message, LEADER, GRADIENT_TAG)
+        now = time.perf_counter()
+        self.record = StepRecord(
+            rank=helper.number,
+            step=self.number,
+            samples=self._samples,
+            global_samples=self._samples,
+            loss=report.loss / self._samples if self._samples else 0.0,
+            compute_s=compute,
+            copy_s=copied - self._began - compute,
+            exchange_exposed_s=now - copied,
+            exchange_hidden_s=0.0,
+            # Weights on their way down are in here: a helper cannot tell them from a leader that has no work for it.
+            idle_s=self._began - helper.last_ended,
+            bytes_sent=helper.message.numel(),
+            algorithm="assist",
+        )
+        helper.last_ended = now

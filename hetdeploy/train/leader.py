@@ -52,17 +52,18 @@ class Leader:
         crew: Crew,
         model: nn.Module,
         whole: Bucket,
+        lines: list[str],
+        *,
         wire: Wire,
         weights: str,
-        lines: list[str],
         micro_batches: int,
-        late: str,
+        redo: bool,
         patience: float,
         split: Split,
     ) -> None:
         self.whole = whole
         self.staging = staging_for(whole.parameters[0].device)
-        self.redo = late == "redo"
+        self.redo = redo
         self.patience = patience
         self.per_micro: float | None = None
         self.last_ended = time.perf_counter()
@@ -162,6 +163,7 @@ class LeaderStep:
     def __init__(self, leader: Leader, number: int, assignments: list[Assignment]) -> None:
         self.number = number
         self.reduced = False
+        self.record: StepRecord | None = None
         self._leader = leader
         self._assignments = assignments
         self._began = time.perf_counter()
@@ -216,6 +218,7 @@ class LeaderStep:
             algorithm=f"assist {len(self._arrived)}/{len(self._assignments)}",
         )
         self._leader.last_ended = now
+        self.record = record
         return record
 
     def _collect(self) -> list[Assignment]:

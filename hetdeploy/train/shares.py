@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-MARGIN = 0.05
+MARGIN = 0.03
 SMOOTHING = 0.3
 """Weight of the newest measurement. Three to four steps after a machine changes its speed, most of the change is
 followed.
