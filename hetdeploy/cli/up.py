@@ -56,7 +56,8 @@ def announce(started: head.Started) -> None:
             f"{job.store_port}) and the ranks (random ports); neither asks who is there"
         )
     if job.max_nodes > 1:
-        output.say(f"waiting for {job.max_nodes - 1} more; run there:")
+        more = sorted({job.min_nodes - 1, job.max_nodes - 1})
+        output.say(f"waiting for {' to '.join(map(str, more))} more; run there:")
         output.data(started.join_line)
 
 

@@ -67,7 +67,11 @@ class Node:
 
 
 class Coordinator:
-    """Implements the link server's ``Handler``. ``port_owner`` restricts what a joiner may dial on a native head."""
+    """Implements the link server's ``Handler``.
+
+    ``store`` is where the job's store listens. ``port_allowed(pid, port)`` says, on a native head, whether a port
+    belongs to the member with that process id: there, ranks share their address with everything else on the machine.
+    """
 
     def __init__(
         self,
@@ -271,7 +275,7 @@ class Coordinator:
         node.state = "failed" if failures else "finished"
         self._failures += failures
         if all(other.ended for other in self._nodes.values()) and (
-            self._failures or self._stopping or len(self._nodes) >= self.job.max_nodes
+            self._failures or self._stopping or len(self._nodes) >= self.job.min_nodes
         ):
             self._finish()
         elif failures and not self._stopping:
@@ -331,14 +335,14 @@ class Coordinator:
                 "command": self.job.command,
                 "state": "over" if self.outcome else "stopping" if self._stopping else self._job_state(),
                 "nodes": [_node_status(node) for node in self._nodes.values()],
-                "awaited": max(0, self.job.max_nodes - len(self._nodes)),
+                "awaited": max(0, self.job.min_nodes - len(self._nodes)),
                 "outcome": self.outcome.to_json() if self.outcome else None,
                 "t": round(time.time(), 1),
             }
         write_atomic(self._run.status, json.dumps(status).encode())
 
     def _job_state(self) -> str:
-        return "waiting" if len(self._nodes) < self.job.max_nodes else "running"
+        return "waiting" if len(self._nodes) < self.job.min_nodes else "running"
 
 
 def release(version: str) -> str:

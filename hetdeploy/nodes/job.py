@@ -52,6 +52,10 @@ class Job:
     """``compose`` (containers) or ``native`` (processes)."""
 
     @property
+    def min_nodes(self) -> int:
+        return int(self.nodes.split(":")[0])
+
+    @property
     def max_nodes(self) -> int:
         return int(self.nodes.split(":")[-1])
 

@@ -26,6 +26,9 @@ TERMINATE_SECONDS = 8.0
 CLOCK_TOLERANCE_SECONDS = 120
 """How far two nodes' clocks may differ: c10d compares wall clocks of different machines to find dead nodes."""
 
+LAST_CALL_SECONDS = 10
+"""With a range of nodes: how long the job waits for more once it has the least."""
+
 _KEEP_ALIVE_SECONDS = 5
 
 _RANK_LINE = re.compile(r"rank(\d+)\| ?")
@@ -65,6 +68,7 @@ def agent_spec(job: Job, node: Node) -> AgentSpec:
     conf = {
         "is_host": "0",
         "join_timeout": f"{job.join_timeout:.0f}",
+        "last_call_timeout": str(LAST_CALL_SECONDS),
         "keep_alive_interval": str(_KEEP_ALIVE_SECONDS),
         "keep_alive_max_attempt": str(CLOCK_TOLERANCE_SECONDS // _KEEP_ALIVE_SECONDS),
     }
