@@ -61,8 +61,11 @@ class Door:
 
 
 def member(dialect: str, code: str = "") -> None:
-    # The product's own module, for what it imports: memory is measured here.
-    from hetdeploy.nodes.member import BridgeService, Dialect, Invitation, LinkClient
+    import hetdeploy.nodes.member  # noqa: F401 (what `hetdeploy join` imports: memory is measured here)
+    from hetdeploy.gloo.bridge import BridgeService
+    from hetdeploy.gloo.dialect import Dialect
+    from hetdeploy.link.client import LinkClient
+    from hetdeploy.link.invitation import Invitation
 
     with contextlib.ExitStack() as stack:
         dial: Callable[[str, int], socket.socket] = dial_directly

@@ -7,6 +7,7 @@ because an SSL object must never be used by two at once.
 
 from __future__ import annotations
 
+import mmap
 import socket
 import threading
 import time
@@ -20,8 +21,8 @@ from hetdeploy.errors import HetdeployError
 from hetdeploy.link.endpoint import End, EndFailed
 from hetdeploy.link.interrupt import Wakeup
 
-BUFFER_BYTES = 256 * 1024
-"""Held per direction. The kernel's own buffers keep the wire busy while it is emptied."""
+BUFFER_BYTES = 1024 * 1024
+"""Held per direction. A quarter of it costs 8 % of an all_reduce over TLS at 2.5 Gbit/s, and 10 % more CPU time."""
 
 DRAIN_SECONDS = 5.0
 """How long an end that takes no more data may still go on delivering what it sent before."""
@@ -197,7 +198,8 @@ class _Flow:
         self.done = False
         self.refused = False
         self.awaited, self.event = source, EVENT_READ
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        # Unlike a bytearray, a mapping takes no memory before it is written to: most pairs carry little.
+        self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))
         self._chunks: deque[memoryview] = deque()
         self._ending = False
 
