@@ -111,7 +111,10 @@ def test_a_full_backlog_is_no_answer(credentials: Credentials) -> None:
 @pytest.mark.parametrize("close", [socket.socket.close, reset])
 def test_one_who_hangs_up_at_once(credentials: Credentials, close: Callable[[socket.socket], None]) -> None:
     """As Docker's proxy does for a published port while its container is not up yet: worth another try."""
-    with answering(close) as port, pytest.raises(PeerUnreachable, match="accepted the connection and closed it|ECONNRESET"):
+    with (
+        answering(close) as port,
+        pytest.raises(PeerUnreachable, match="accepted the connection and closed it|ECONNRESET"),
+    ):
         connect(credentials, "127.0.0.1", port)
 
 
