@@ -42,7 +42,7 @@ class MacFace(PassingStore):
             super().wait([f"{prefix}rank_{lower}"])
             super().get(f"{prefix}rank_{lower}")
         hidden = dict.fromkeys(record.sequences, record.address)
-        shown = _open_face(hidden, Dialect.TCP, Dialect.UV)
+        shown = _open_face(hidden, self._size - 1, Dialect.TCP, Dialect.UV)
         pairs = {peer: PairAddress(shown, record.sequences[peer]) for peer in range(self._size) if peer != self._rank}
         return super().set(key, encode_uv(pairs, self._layout))
 
@@ -74,7 +74,8 @@ class LinuxFace(PassingStore):
             self._hostname = data
             return None
         pairs = decode_uv(data, self._rank, self._size, self._layout)
-        shown = _open_face({pair.sequence: pair.address for pair in pairs.values()}, Dialect.UV, Dialect.TCP)
+        hidden = {pair.sequence: pair.address for pair in pairs.values()}
+        shown = _open_face(hidden, self._size - 1, Dialect.UV, Dialect.TCP)
         sequences = [pairs[peer].sequence if peer != self._rank else 0 for peer in range(self._size)]
         return super().set(key, RankRecord(self._hostname, shown, tuple(sequences)).encode())
 
@@ -91,20 +92,22 @@ class LinuxFace(PassingStore):
         return encode_uv({rank: PairAddress(record.address, 0) for rank in others}, self._layout)
 
 
-def _open_face(hidden: Mapping[int, SockAddr], own: Dialect, shown: Dialect) -> SockAddr:
-    """Listen in ``shown``, for as long as the process lives, in front of a gloo that takes ``own`` at ``hidden``.
+def _open_face(hidden: Mapping[int, SockAddr], peers: int, own: Dialect, shown: Dialect) -> SockAddr:
+    """Listen in ``shown``, until all ``peers`` have come, in front of a gloo that takes ``own`` at ``hidden``.
 
     ``hidden`` is by the sequence number that a peer greets with.
     """
     listener = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=_accept, args=(listener, hidden, own, shown), name="face", daemon=True).start()
-    return SockAddr("127.0.0.1", listener.getsockname()[1])
+    address = SockAddr("127.0.0.1", listener.getsockname()[1])
+    threading.Thread(target=_accept, args=(listener, hidden, peers, own, shown), name="face", daemon=True).start()
+    return address
 
 
-def _accept(listener: socket.socket, hidden: Mapping[int, SockAddr], own: Dialect, shown: Dialect) -> None:
-    while True:
-        outside, _ = listener.accept()
-        threading.Thread(target=_carry, args=(outside, hidden, own, shown), name="face pair", daemon=True).start()
+def _accept(listener: socket.socket, hidden: Mapping[int, SockAddr], peers: int, own: Dialect, shown: Dialect) -> None:
+    with listener:
+        for _ in range(peers):
+            outside, _ = listener.accept()
+            threading.Thread(target=_carry, args=(outside, hidden, own, shown), name="face pair", daemon=True).start()
 
 
 def _carry(outside: socket.socket, hidden: Mapping[int, SockAddr], own: Dialect, shown: Dialect) -> None:
