@@ -55,7 +55,7 @@ class TwoHosts:
 def two_hosts(
     *, rate: str | None = GIGABIT, head: int = 1, other: int = 2, host_name: str = "mac", subnet: str | None = None
 ) -> Iterator[TwoHosts]:
-    """Two hosts on one cable. ``head`` and ``other`` are the last numbers of their addresses; ``rate`` as tc takes it."""
+    """Two hosts on a cable. ``head`` and ``other`` are the last numbers of their addresses; ``rate`` as tc takes it."""
     number = os.getpid() % 16_000
     subnet = subnet or f"10.{64 + number // 250}.{number % 250}"
     hosts = TwoHosts(

@@ -113,7 +113,7 @@ def test_one_who_hangs_up_at_once(credentials: Credentials, close: Callable[[soc
     """As Docker's proxy does for a published port while its container is not up yet: worth another try."""
     with (
         answering(close) as port,
-        pytest.raises(PeerUnreachable, match="accepted the connection and closed it|ECONNRESET"),
+        pytest.raises(PeerUnreachable, match=r"accepted the connection and closed it|ECONNRESET"),
     ):
         connect(credentials, "127.0.0.1", port)
 
