@@ -36,6 +36,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+import torch.distributed as dist
+
+from hetdeploy.link.credentials import JOINER, Credentials
+
 SCHEMA_VERSION = 1
 SEED = 7
 SIZE = 2
@@ -157,11 +163,7 @@ class Soak:
     @contextlib.contextmanager
     def processes(self, layout: str, largest: float, pause: float, member: Sequence[str]) -> Iterator[None]:
         """The head's end of the link, the joiner's with its bridge, and both ranks. Raises Trouble."""
-        from torch.distributed import TCPStore
-
-        from hetdeploy.link.credentials import JOINER, Credentials
-
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with tempfile.TemporaryDirectory(prefix="hetdeploy-soak-") as folder:
             credentials = Credentials.create(Path(folder), ttl_seconds=0)
             try:
@@ -261,15 +263,11 @@ class Soak:
                 self.problems += said.get("problems", [])
 
     def _cpu_seconds(self) -> float:
-        import psutil
-
         processes = [psutil.Process(), *(psutil.Process(process.pid) for process in self._processes.values())]
         return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def _read(pid: int) -> Reading:
-    import psutil
-
     process = psutil.Process(pid)
     try:
         with process.oneshot():
@@ -402,9 +400,6 @@ def _range(bounds: Sequence[int]) -> str:
 
 def take_part(seconds: float, largest: float, pause: float) -> None:
     """Rank 0 decides when it is over; all else follows from the seed, on both alike."""
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     traffic = Traffic(largest)
     dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_SECONDS / 2))
@@ -452,8 +447,6 @@ class Traffic:
 
     def round(self) -> str | None:
         """Make some groups, use them and destroy them. Returns what was wrong, or None."""
-        import torch.distributed as dist
-
         groups = [dist.new_group() for _ in range(self._order.choice((1, 1, 2, 3)))]
         for _ in range(self._order.randint(1, MOST_OPERATIONS)):
             check = self._order.choice(self._checks)
@@ -467,14 +460,10 @@ class Traffic:
         return None
 
     def _pattern(self, shift: int, like: Any) -> Any:
-        import torch
-
         return ((torch.arange(like.numel(), dtype=torch.int32) + shift) % PERIOD).to(like.dtype)
 
     def _blank(self) -> tuple[Any, int]:
         """A tensor of a random size and dtype, and the number from which both ranks' patterns follow."""
-        import torch
-
         dtypes = (torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
         dtype = self._order.choice(dtypes)
         nbytes = 4 * math.exp(self._order.uniform(0, math.log(self._largest / 4)))
@@ -484,16 +473,12 @@ class Traffic:
         return blank, self._order.randrange(PERIOD)
 
     def _all_reduce(self, group: Any) -> bool:
-        import torch.distributed as dist
-
         blank, shift = self._blank()
         tensor = self._pattern(shift + self._rank, blank)
         dist.all_reduce(tensor, group=group)
         return bool((tensor == self._pattern(shift, blank) + self._pattern(shift + 1, blank)).all())
 
     def _broadcast(self, group: Any) -> bool:
-        import torch.distributed as dist
-
         blank, shift = self._blank()
         source = self._order.randrange(SIZE)
         tensor = self._pattern(shift, blank) if self._rank == source else blank
@@ -501,8 +486,6 @@ class Traffic:
         return bool((tensor == self._pattern(shift, blank)).all())
 
     def _reduce(self, group: Any) -> bool:
-        import torch.distributed as dist
-
         blank, shift = self._blank()
         target = self._order.randrange(SIZE)
         tensor = self._pattern(shift + self._rank, blank)
@@ -511,16 +494,12 @@ class Traffic:
         return self._rank != target or bool((tensor == total).all())
 
     def _all_gather(self, group: Any) -> bool:
-        import torch.distributed as dist
-
         blank, shift = self._blank()
         got = [blank.clone() for _ in range(SIZE)]
         dist.all_gather(got, self._pattern(shift + self._rank, blank), group=group)
         return all(bool((tensor == self._pattern(shift + rank, blank)).all()) for rank, tensor in enumerate(got))
 
     def _scatter_and_gather(self, group: Any) -> bool:
-        import torch.distributed as dist
-
         blank, shift = self._blank()
         root = self._order.randrange(SIZE)
         pieces = [self._pattern(shift + rank, blank) for rank in range(SIZE)]
@@ -532,9 +511,6 @@ class Traffic:
         return mine and all(bool((one == right).all()) for one, right in zip(got or pieces, pieces, strict=True))
 
     def _all_to_all(self, group: Any) -> bool:
-        import torch
-        import torch.distributed as dist
-
         blank, shift = self._blank()
         mine = [self._pattern(shift + SIZE * self._rank + other, blank) for other in range(SIZE)]
         got = torch.cat([blank] * SIZE)
@@ -543,8 +519,6 @@ class Traffic:
         return bool((got == torch.cat(expected)).all())
 
     def _objects(self, group: Any) -> bool:
-        import torch.distributed as dist
-
         expected = [{"rank": rank, "text": "x" * self._order.randrange(10_000)} for rank in range(SIZE)]
         self.operations += 1
         got: list[Any] = [None] * SIZE
@@ -553,8 +527,6 @@ class Traffic:
 
     def _in_flight(self, group: Any) -> bool:
         """Messages in both directions and reductions, all of them under way before the first is waited for."""
-        import torch.distributed as dist
-
         works, rights = [], []
         for tag in range(self._order.randint(2, IN_FLIGHT)):
             blank, shift = self._blank()
