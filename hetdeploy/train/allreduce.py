@@ -89,8 +89,9 @@ class AllReduce:
             raise MisuseError("the model has no trainable parameter", "check requires_grad")
         self._summer = Summer(self.world, wire_format(wire), "allreduce", timeout)
         if self.world.size > 1:
-            options = {"wire": wire, "buckets": bucket_layout(self._buckets), "align_every": align_every}
-            layout.compare(self._summer.group, layout.describe(model, options))
+            lines = layout.describe(model, {"wire": wire, "align_every": align_every})
+            # Last: where models differ, the first difference named is the parameter and not what follows from it.
+            layout.compare(self._summer.group, [*lines, f"buckets = {bucket_layout(self._buckets)}"])
             layout.align(self._summer.group, model)
         self._staging = staging_for(self._buckets[0].parameters[0].device)
         feedback = self._summer.wire.feedback and self.world.size > 1

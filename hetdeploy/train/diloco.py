@@ -104,8 +104,9 @@ class DiLoCo:
         waiting = timeout + every if isinstance(every, datetime.timedelta) else timeout
         self._summer = Summer(self.world, wire_format(wire), "diloco", waiting)
         if self.world.size > 1:
-            options = {"wire": wire, "every": every, "fragments": bucket_layout(buckets), "outer": (lr, momentum)}
-            layout.compare(self._summer.group, layout.describe(model, options))
+            lines = layout.describe(model, {"wire": wire, "every": every, "outer": (lr, momentum)})
+            # Last: where models differ, the first difference named is the parameter and not what follows from it.
+            layout.compare(self._summer.group, [*lines, f"fragments = {bucket_layout(buckets)}"])
             layout.align(self._summer.group, model)
         self._staging = staging_for(buckets[0].parameters[0].device)
         feedback = self._summer.wire.feedback and self.world.size > 1
