@@ -39,7 +39,9 @@ FAREWELL_SECONDS = 5.0
 connection.
 """
 PROBE_EVERY = 50
-"""Steps after which a helper that is too slow for a share gets one micro-batch, to see whether it still is."""
+"""A helper that is too slow for a share gets one micro-batch now and then, to see whether it still is: after one step,
+then after twice as many each time, up to this many. Its first share (which warms up) and a stall say little about it.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -129,9 +131,10 @@ class Leader:
 
     def _assign(self, number: int) -> list[Assignment]:
         free = [member for member in self._members if not member.busy]
-        shares = self._split(self._micro_batches, self.per_micro, [member.pace for member in free])
-        if number % PROBE_EVERY == 0 and sum(shares) + shares.count(0) < self._micro_batches:
-            shares = [max(1, share) for share in shares]
+        shares = list(self._split(self._micro_batches, self.per_micro, [member.pace for member in free]))
+        for i, member in enumerate(free):
+            if sum(shares) + 1 < self._micro_batches and member.rests(shares[i]):
+                shares[i] = 1
         working = [(member, share) for member, share in zip(free, shares, strict=True) if share]
         if not working:
             return []
@@ -323,9 +326,22 @@ class Member:
             gradient_bytes(self._parameters, wire.payload_bytes(whole.numel)), dtype=torch.uint8
         )
         self._micros = 0
+        self._rested, self._probe_after = 0, 1
         self._used = True
         self.busy = False
         """Its exchange has not been settled. Only the leader's own thread changes this."""
+
+    def rests(self, share: int) -> bool:
+        """Take note of the share that it would get; whether it has rested long enough to be measured anew."""
+        if share:
+            self._rested, self._probe_after = 0, 1
+            return False
+        self._rested += 1
+        if self._rested <= self._probe_after:
+            return False
+        self._rested, self._probe_after = 0, min(2 * self._probe_after, PROBE_EVERY)
+        self.pace.outdated = True
+        return True
 
     def work(self, step: int, micros: range, snapshot: Snapshot) -> None:
         """Give it a share; returns at once."""

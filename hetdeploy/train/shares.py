@@ -33,12 +33,15 @@ class Pace:
 
     per_micro: float | None = None
     link: float = 0.0
+    outdated: bool = True
+    """The next measurement replaces what was measured so far."""
 
     def measured(self, micros: int, compute: float, round_trip: float) -> None:
         """One share: so many micro-batches, computing time as the helper reports it, and from assignment to arrival."""
-        self.per_micro = smoothed(self.per_micro, compute / micros)
         link = max(0.0, round_trip - compute)
-        self.link = link if self.link == 0.0 else smoothed(self.link, link)
+        self.per_micro = smoothed(None if self.outdated else self.per_micro, compute / micros)
+        self.link = smoothed(None if self.outdated else self.link, link)
+        self.outdated = False
 
 
 Split: TypeAlias = Callable[[int, "float | None", "list[Pace]"], "list[int]"]
