@@ -14,8 +14,9 @@ two-phase   2 (N - 1) / N P        2       rank i gets everyone's i-th part, add
 For two ranks the bytes are the same (P) and gather is one round shorter. For more, two-phase sends less; gather still
 wins while the bytes it would save cost less time than its second round (``ROUND_BYTES``).
 
-Memory, beyond the buffers themselves: ``IN_FLIGHT`` payloads sent and ``IN_FLIGHT`` times N (gather) payloads
-received, each of the largest buffer, whatever the number of buffers.
+Memory, beyond the buffers themselves: ``IN_FLIGHT`` times the payloads of the largest buffer, however many buffers
+there are. Two ranks: 2 payloads (own and other's, swapped directly). More: 1 + 2 N for gather (gloo gathers into a
+buffer of its own first), about 2 for two-phase.
 """
 
 from __future__ import annotations
@@ -158,16 +159,23 @@ class _Gather:
         self._flat = flat
         self._buffers = buffers
         length = wire.payload_bytes(flat.numel())
-        self._sent = buffers.take(length)
-        self._received = buffers.take(length * group.size)
         self.bytes_sent = length * (group.size - 1)
-        self._ranks = group.size
+        self._sent = buffers.take(length)
+        self._received = buffers.take(length if group.size == 2 else length * group.size)
         encode_with_feedback(wire, flat, self._sent, residual)
-        self._pending = group.all_gather(self._received, self._sent)
+        if group.size == 2:
+            # gloo's all-gather would collect both payloads in a buffer of its own and copy them out.
+            peer = 1 - group.rank
+            self._pending = [group.receive(self._received, peer), group.send(self._sent, peer)]
+            self._payloads = [self._sent, self._received] if group.rank == 0 else [self._received, self._sent]
+        else:
+            self._pending = [group.all_gather(self._received, self._sent)]
+            self._payloads = list(self._received.chunk(group.size))
 
     def finish(self) -> None:
-        self._pending.wait("summing gradients")
-        _decode_sum(self._wire, list(self._received.chunk(self._ranks)), self._flat)
+        for pending in self._pending:
+            pending.wait("summing gradients")
+        _decode_sum(self._wire, self._payloads, self._flat)
         self._buffers.give(self._sent, self._received)
 
 

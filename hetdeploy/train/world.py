@@ -7,12 +7,19 @@ thread.
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+
+# The first step of an optimizer imports this module (torch 2.13), and its functions bind the default group of that
+# moment as a default argument. Imported before there is one, it cannot keep the group's threads alive beyond
+# destroy_process_group, where they would abort the interpreter's exit.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
@@ -84,6 +91,11 @@ class Group:
         self.rank = rank
         self.size = size
         self.purpose = purpose
+        _open_groups.add(self)
+
+    def close(self) -> None:
+        """Let go of the connections, as far as this group holds them."""
+        self._backend = None
 
     def all_gather(self, received: Tensor, sent: Tensor) -> Pending:
         """``received``: as long as ``size`` times ``sent``, in rank order."""
@@ -152,6 +164,16 @@ class Pending:
             self._work.wait()
         except RuntimeError as error:
             raise self._group.lost(error, doing) from error
+
+
+_open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_groups() -> None:
+    """A gloo group that is left to the end of the interpreter ends the process with SIGABRT: its thread still runs."""
+    for group in list(_open_groups):
+        group.close()
 
 
 def prefixed(prefix: str, store: Store) -> Store:
