@@ -41,7 +41,8 @@ class Command:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=cwd,
-            env={**clean_environment(), **(env or {})},
+            # The ranks of a test share one small machine: with threads for every core they would starve each other.
+            env={**clean_environment(), "HETDEPLOY_OMP_NUM_THREADS": "1", **(env or {})},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -27,6 +27,7 @@ def prepare(folder: Path, environ: Mapping[str, str]) -> Settings:
         "HETDEPLOY_STORE_PORT": str(free_port()),
         "HETDEPLOY_NODES": "2",
         "HETDEPLOY_LINK": "tunnel",
+        "HETDEPLOY_OMP_NUM_THREADS": _half_the_cores(),
         "HETDEPLOY_RUNS_DIR": ".hetdeploy/runs",
     }
     return load(flags, environ, folder.resolve())
@@ -37,6 +38,7 @@ def second_machine(started: Started, folder: Path) -> Iterator[None]:
     """`hetdeploy join` in a process and a folder of its own, as on another machine."""
     joiner = folder.resolve() / "joiner"
     environ = {key: value for key, value in os.environ.items() if key not in KEYS}
+    environ["HETDEPLOY_OMP_NUM_THREADS"] = _half_the_cores()
     with (joiner / "join.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "hetdeploy.cli", "join", "-"],
@@ -57,6 +59,11 @@ def second_machine(started: Started, folder: Path) -> Iterator[None]:
             if process.poll() is None:
                 process.terminate()
                 process.wait(timeout=JOINER_END_SECONDS)
+
+
+def _half_the_cores() -> str:
+    """Threads for each of the two ranks: with all cores for both they would spend their time waiting for each other."""
+    return str(max(1, (os.cpu_count() or 2) // 2))
 
 
 def losses(run: RunFolder) -> list[tuple[int, float, float]]:
