@@ -33,7 +33,7 @@ from hetdeploy.gloo.wire import Codec, codecs, greeting
 from hetdeploy.link.endpoint import close_with_reset
 from hetdeploy.link.interrupt import Breaker, hang_up
 from hetdeploy.link.listener import Listener
-from hetdeploy.link.relay import Relay
+from hetdeploy.link.relay import Outcome, Relay
 
 Dial = Callable[[str, int], socket.socket]
 
@@ -285,18 +285,22 @@ class BridgeService:
     def _run(self, pair: str, carrier: Relay, directions: tuple[Codec, Codec]) -> None:
         """Carry a pair to its end, and say what ended it if that was not in order.
 
-        A reset between messages is how gloo takes leave.
+        It is said before the ranks can feel it: they may be gone a moment later, and the bridge with them.
         """
+
+        def report(outcome: Outcome) -> None:
+            if self._breaker.tripped or outcome.reason is None:
+                return
+            if outcome.error is None and not any(direction.in_message for direction in directions):
+                # A reset between messages is how gloo takes leave.
+                _log.info("%s: %s", pair, outcome.reason)
+                return
+            problem = f"{pair}: {outcome.reason}; both sides are cut"
+            self.problems.append(problem)
+            _log.error("%s", problem)
+
         with self._breaker.guard(carrier.abort):
-            outcome = carrier.run()
-        if self._breaker.tripped or outcome.reason is None:
-            return
-        if outcome.error is None and not any(direction.in_message for direction in directions):
-            _log.info("%s: %s", pair, outcome.reason)
-            return
-        problem = f"{pair}: {outcome.reason}; both sides are cut"
-        self.problems.append(problem)
-        _log.error("%s", problem)
+            carrier.run(report)
 
     # -- forwards
 

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from selectors import EVENT_READ, PollSelector
 from typing import Protocol
@@ -123,8 +123,8 @@ class Relay:
             self._abort_reason = reason
         self._wakeup.wake()
 
-    def run(self) -> Outcome:
-        """Copies until the end in the calling thread."""
+    def run(self, before_close: Callable[[Outcome], None] = lambda outcome: None) -> Outcome:
+        """Copies until the end in the calling thread. ``before_close`` hears the outcome before either end feels it."""
         reason: str | None = "internal error"
         error: BaseException | None = None
         try:
@@ -141,9 +141,12 @@ class Relay:
             reason, error = f"internal error: {fault!r}", fault
             raise
         finally:
-            self._close(reset=reason is not None)
             first, second = self._flows
             self.outcome = Outcome(first.count, second.count, self._left.ending, self._right.ending, reason, error)
+            try:
+                before_close(self.outcome)
+            finally:
+                self._close(reset=reason is not None)
         return self.outcome
 
     def _copy(self) -> str | None:
