@@ -12,12 +12,15 @@ A meeting, under the prefix ``hetdeploy/crew/<reign>/`` (a reign is one start of
 3. helper: writes ``here/<n>``, so that the leader does not open a group with someone who has left meanwhile;
 4. both: open the group of two under ``meeting/<n>``; then frozen parameters and all buffers go down once.
 
+A leader that has finished writes ``closed``: a helper without an answer then waits for the next reign, but not long.
+
 Environment: ``HETDEPLOY_CREW_ROLE`` is leader or helper, ``HETDEPLOY_CREW_STORE`` is host:port of the store. Without
 them the ranks of the default process group are the crew and rank 0 leads; without that too, the leader is alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -44,6 +47,8 @@ LEADER, HELPER = 0, 1
 POLL_SECONDS = 0.1
 ANSWER_SECONDS = 10.0
 """How long the leader waits for a helper that it has accepted to say that it is still there."""
+NEXT_REIGN_SECONDS = 5.0
+"""How long a helper that finds the leader through waits for it to begin anew (a second ``Assist`` in one script)."""
 LEADER_WAIT = datetime.timedelta(minutes=30)
 """How long a helper waits for a leader to start, and later for its next share (the leader may be evaluating)."""
 HELPER_SILENCE = datetime.timedelta(minutes=10)
@@ -102,6 +107,7 @@ class Reception:
         self._model = model
         self._lines = lines
         self._arrived: list[Meeting] = []
+        self._meetings: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._closing = threading.Event()
         root = prefixed("hetdeploy/crew", store.clone())
@@ -127,9 +133,13 @@ class Reception:
                 )
 
     def close(self) -> None:
-        """Meet nobody any more."""
+        """Meet nobody any more: who has an answer comes through, whoever is later learns that it is over."""
         self._closing.set()
-        self._thread.join(ANSWER_SECONDS)
+        deadline = time.monotonic() + ANSWER_SECONDS
+        for thread in [self._thread, *self._meetings]:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(RuntimeError):  # the store has ended, and with it everybody's wait
+            self._reign.set("closed", "")
 
     def _watch(self) -> None:
         met = 0
@@ -140,9 +150,10 @@ class Reception:
                 log.warning("nobody can join any more, the store is gone: %s", error)
                 return
             for number in range(met + 1, tickets + 1):
-                threading.Thread(
-                    target=self._meet, args=(number,), name=f"hetdeploy-meeting-{number}", daemon=True
-                ).start()
+                name = f"hetdeploy-meeting-{number}"
+                meeting = threading.Thread(target=self._meet, args=(number,), name=name, daemon=True)
+                meeting.start()
+                self._meetings = [*(each for each in self._meetings if each.is_alive()), meeting]
             met = tickets
 
     def _meet(self, number: int) -> None:
@@ -167,14 +178,15 @@ class Reception:
             self._changed.notify_all()
 
 
-def join(store: Store, model: nn.Module, lines: list[str], timeout: datetime.timedelta = LEADER_WAIT) -> Meeting:
-    """The helper's way in. Raises LayoutMismatch when the leader refuses, PeerLost when there is none within
-    ``timeout``.
+def join(store: Store, model: nn.Module, lines: list[str], timeout: datetime.timedelta = LEADER_WAIT) -> Meeting | None:
+    """The helper's way in; None if the leader has finished already. Raises LayoutMismatch when the leader refuses,
+    PeerLost when there is none within ``timeout``.
     """
     root = prefixed("hetdeploy/crew", store.clone())
     deadline = time.monotonic() + timeout.total_seconds()
     name = f"{socket.gethostname()}:{os.getpid()}"
     ticket: tuple[int, int, Any] | None = None
+    open_at = time.monotonic()
     while time.monotonic() < deadline:
         reign = root.add("reign", 0)
         if reign and (ticket is None or ticket[0] != reign):  # a leader that restarted does not know earlier tickets
@@ -184,6 +196,10 @@ def join(store: Store, model: nn.Module, lines: list[str], timeout: datetime.tim
             ticket = (reign, number, keys)
         if ticket is not None and ticket[2].check([f"answer/{ticket[1]}"]):
             return _enter(ticket[1], name, ticket[2], model)
+        if ticket is None or not ticket[2].check(["closed"]):
+            open_at = time.monotonic()
+        elif time.monotonic() - open_at > NEXT_REIGN_SECONDS:
+            return None
         time.sleep(POLL_SECONDS)
     raise PeerLost(
         f"no leader answered within {timeout.total_seconds():.0f} s",

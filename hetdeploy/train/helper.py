@@ -46,6 +46,10 @@ class Helper:
             raise MisuseError("a helper needs a leader to join", "see Crew.current")
         log.info("waiting for the leader")
         meeting = join(crew.store, model, lines)
+        self._stopped = meeting is None
+        if meeting is None:
+            log.warning("the leader has finished already: there is nothing to help with")
+            return
         log.info("joined the leader as helper %d", meeting.number)
         self.number = meeting.number
         self.group = meeting.group
@@ -61,7 +65,6 @@ class Helper:
         self.last_ended = time.perf_counter()
         self._residual_before = torch.zeros(whole.numel) if wire.feedback else None
         self._weights = Snapshot(self.staging, followed(model, whole.parameters), weights)
-        self._stopped = False
 
     def steps(self, _total: int, _start: int) -> Iterator[HelperStep]:
         """See ``Assist.steps``."""
