@@ -65,6 +65,7 @@ class Ranks:
         finally:
             for process in processes:
                 process.kill()
+                process.communicate()
         self.seconds = time.monotonic() - began
         self.codes = [process.returncode for process in processes]
         self.out = [out for out, _ in said]
@@ -285,3 +286,44 @@ def test_what_is_wrong_with_digits_is_said_by_all_ranks(fault, ranks, folder, me
     for message, err in zip(messages, failed.err, strict=True):
         assert re.search(message, err), failed.err
         assert "Traceback" not in err
+
+
+# --- the guide ---
+
+GUIDE = Path(__file__).parents[2] / "docs" / "training.md"
+CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BEFORE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+generator = torch.Generator().manual_seed(rank)
+dataset = TensorDataset(torch.randn(20, 4), torch.randint(3, (20,)))
+def some(generator, samples):
+    return torch.randn(samples, 4, generator=generator), torch.randint(3, (samples,), generator=generator)
+def my_batches():
+    return [some(generator, 4 + 2 * rank) for _ in range(6)]
+def micro_batch(step, micro):
+    return some(torch.Generator().manual_seed(100 * step + micro), 2)
+"""
+FRESH = """
+torch.manual_seed(0)
+model = nn.Linear(4, 3)
+before = model.weight.detach().clone()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+AFTER = """
+assert rank or not torch.equal(before, model.weight), "it has not trained"
+"""
+
+
+def test_the_code_of_the_guide_runs_on_two_ranks(tmp_path):
+    blocks = CODE.findall(GUIDE.read_text())
+    assert len(blocks) == 5
+    script = tmp_path / "guide.py"
+    script.write_text(BEFORE + "".join(FRESH + block + AFTER for block in blocks) + "dist.destroy_process_group()\n")
+    Ranks([[str(script)], [str(script)]], tmp_path).succeeded()
+    assert len(list((tmp_path / "checkpoints").glob("*.pt"))) == 6

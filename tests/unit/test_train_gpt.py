@@ -126,6 +126,12 @@ def test_ranks_that_were_told_different_things_stop_and_say_so(tmp_path: Path) -
         ("--data short.txt", "text too short: rank 0 of 1 has 9 bytes and needs more than 64"),
         ("--steps 0", "--steps must be above 0"),
         ("--batch-size -1", "--batch-size must be above 0"),
+        ("--sync assist --batch-size 0", "--batch-size must be above 0"),
+        ("--sync assist --batch-size 3", "--batch-size 3 is no multiple of --micro-batch 2"),
+        ("--sync ddp --wire bf16", "--sync ddp exchanges fp32: leave out --wire"),
+        ("--sync ddp", "DDP needs a process group"),
+        ("--sync diloco --every 300", "--every 300 is more than --steps 200: ranks would never meet"),
+        ("--sync diloco --every 0s", "argument --every: invalid steps_or_seconds value: '0s'"),
     ],
 )
 def test_bad_input_is_one_clear_line(tmp_path: Path, arguments: str, message: str) -> None:
