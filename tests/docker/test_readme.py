@@ -49,5 +49,5 @@ def test_every_verb_of_the_readme_exists() -> None:
 
 
 def test_every_script_and_page_of_the_readme_exists() -> None:
-    for name in re.findall(r"\./(scripts/\w+)", README) + re.findall(r"\]\(([\w./-]+)\)", README):
+    for name in re.findall(r"\./(scripts/\w+)", README) + re.findall(r"\]\(([\w./-]+)[)#]", README):
         assert (ROOT / name).exists(), name
