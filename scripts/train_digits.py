@@ -133,13 +133,16 @@ def main() -> None:
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
     rank, shares = join_group(args.share)
+    failure = None
     try:
         train(args, rank, shares)
     except TrainError as error:
-        sys.exit(f"rank {rank}: {error}")
+        failure = f"rank {rank}: {error}"
     if dist.is_initialized():
         gc.collect()  # what used the group goes before it
         dist.destroy_process_group()
+    if failure:
+        sys.exit(failure)
 
 
 if __name__ == "__main__":

@@ -373,7 +373,8 @@ def train_diloco(job: Job, train: ModuleType) -> None:
 HETDEPLOY = {"allreduce": train_symmetric, "ddp": train_symmetric, "assist": train_assist, "diloco": train_diloco}
 
 
-def train_with_hetdeploy(job: Job) -> None:
+def train_with_hetdeploy(job: Job) -> str | None:
+    """Trains; or says what went wrong, on this rank or another one."""
     try:
         from hetdeploy import train
     except ImportError:
@@ -382,8 +383,9 @@ def train_with_hetdeploy(job: Job) -> None:
         if job.args.metrics:
             job.metrics = train.Metrics(job.args.metrics, job.rank)
         HETDEPLOY[job.args.sync](job, train)
+        return None
     except train.TrainError as error:
-        sys.exit(f"rank {job.rank}: {error}")
+        return f"rank {job.rank}: {error}"
     finally:
         if job.metrics:
             job.metrics.close()
@@ -453,19 +455,19 @@ def main() -> None:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     job = Job(args, device, rank, ranks, my_text, model, optimizer, data_seed)
-    if args.sync == "plain":
-        train_plain(job)
-    else:
-        train_with_hetdeploy(job)
+    failure = train_plain(job) if args.sync == "plain" else train_with_hetdeploy(job)
 
     curves, losses = [job.curve] * world, [float(job.latest)] * world
     if world > 1:
-        dist.all_gather_object(curves, job.curve)
-        dist.all_gather_object(losses, float(job.latest))
+        if not failure:
+            dist.all_gather_object(curves, job.curve)
+            dist.all_gather_object(losses, float(job.latest))
         # DDP must be gone before its group. Were it the last to hold the group, it would wait for gloo's threads with
         # Python's lock in hand, while they wait for that lock (torch 2.13).
         gc.collect()
         dist.destroy_process_group()
+    if failure:
+        sys.exit(failure)
     if args.out and rank == 0:
         counted = [1] if args.sync == "assist" else [theirs["batch_size"] for theirs in ranks]  # helpers know a part
         loss_of_all = sum(map(operator.mul, losses, counted)) / sum(counted)
