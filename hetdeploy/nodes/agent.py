@@ -39,6 +39,7 @@ def main() -> int:
 
 
 def _run(torchrun: Any, arguments: list[str]) -> dict[str, Any]:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
@@ -55,6 +56,8 @@ def _run(torchrun: Any, arguments: list[str]) -> dict[str, Any]:
             for rank, failure in error.failures.items()
         ]
         return {"failures": failures, "error": None}
+    except SignalException as stopped:
+        return {"failures": [], "error": f"the ranks were stopped ({stopped.sigval.name})"}
     except RendezvousError as error:
         return {"failures": [], "error": f"the rendezvous failed: {error}"}
     return {"failures": [], "error": None}

@@ -255,7 +255,8 @@ class Coordinator:
                 )
                 for entry in message["failures"]
             ]
-            if code and not failures and not message["problems"]:
+            # A node that was told to stop has nothing to add.
+            if code and not failures and not message["problems"] and not self._stopping:
                 text = f"{node.name}: {message.get('error') or f'ended with code {code}'}"
                 failures = [Failure(node.name, None, code, text, now, tuple(node.lines.get(None, ())), "node")]
             if code:
