@@ -33,6 +33,16 @@ SECONDS = 900
 pytestmark = pytest.mark.timeout(SECONDS)
 
 
+MEASURE = """
+import os, subprocess, sys
+process = subprocess.Popen(sys.argv[1:])
+_, status, usage = os.wait4(process.pid, 0)
+print(usage.ru_maxrss, file=sys.stderr)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+"""Starts a command from a small process: a child's peak begins with the size of the one that it was forked from."""
+
+
 class Run(NamedTuple):
     """One run of the script: its exit code, what it printed, and the most memory that it held, in MB."""
 
@@ -90,14 +100,11 @@ def test_version_with_another_header_is_refused(macos_wheel: Path, tmp_path: Pat
 
 def check(*arguments: str) -> Run:
     """Runs the script as a person would, with everything it prints."""
-    command = [sys.executable, str(Path(check_wheels.__file__)), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    with process.stdout:
-        output = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return Run(process.returncode, output, usage.ru_maxrss >> (20 if sys.platform == "darwin" else 10))
+    command = [sys.executable, "-c", MEASURE, sys.executable, str(Path(check_wheels.__file__)), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    *complaints, peak = done.stderr.splitlines()
+    assert not complaints
+    return Run(done.returncode, done.stdout, int(peak) >> (20 if sys.platform == "darwin" else 10))
 
 
 def replace(library: Path, symbol: str, old: str, new: str) -> None:
