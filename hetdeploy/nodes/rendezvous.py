@@ -8,6 +8,7 @@ python -m hetdeploy.nodes.rendezvous --init ...   make the state first: credenti
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -130,13 +131,7 @@ def initialise(state: Path, script: str, arguments: list[str], store_port: int) 
     for role, folder in (("head", "member"), ("joiner", "joiner")):
         code = credentials.invitation(role, "rendezvous", 29400).encode()
         write_atomic(state / folder / "code", code.encode())
-    write_atomic(state / "job.json", _json(job))
-
-
-def _json(job: Job) -> bytes:
-    import json
-
-    return json.dumps(job.to_json()).encode()
+    write_atomic(state / "job.json", json.dumps(job.to_json()).encode())
 
 
 def _start_store(address: tuple[str, int]) -> Any:
