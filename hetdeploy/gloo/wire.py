@@ -95,16 +95,16 @@ class Announcements:
     recv-ready of the receiver precedes every payload, and both sides keep them in order within a slot.
     """
 
+    watching: bool = True
     _awaited: dict[tuple[bool, int], deque[int]] = field(default_factory=lambda: defaultdict(deque))
     _count: int = 0
-    _watching: bool = True
 
     def await_payload(self, forward: bool, header: Header) -> None:
         """Note a recv-ready: its sender awaits at most ``header.length`` bytes from the other side."""
-        if not self._watching:
+        if not self.watching:
             return
         if self._count == MOST_ANNOUNCEMENTS:
-            self._watching = False
+            self.watching = False
             self._awaited.clear()
             return
         self._awaited[not forward, header.slot].append(header.length)
@@ -112,7 +112,7 @@ class Announcements:
 
     def deliver(self, forward: bool, header: Header) -> None:
         """Match a payload. Raises GlooProtocolError where it is longer than announced, or nobody awaits it."""
-        if not self._watching:
+        if not self.watching:
             return
         lengths = self._awaited.get((forward, header.slot))
         if not lengths:
@@ -202,9 +202,14 @@ class Codec:
             self._announcements.await_payload(self._forward, header)
 
 
-def codecs(left: Dialect, right: Dialect, left_name: str, right_name: str) -> tuple[Codec, Codec]:
-    """The two directions of one pair: left to right, right to left. The names are for errors."""
-    announcements = Announcements()
+def codecs(
+    left: Dialect, right: Dialect, left_name: str, right_name: str, *, match_lengths: bool = True
+) -> tuple[Codec, Codec]:
+    """The two directions of one pair: left to right, right to left. The names are for errors.
+
+    ``match_lengths``: refuse payloads that do not fit what their receivers have announced.
+    """
+    announcements = Announcements(watching=match_lengths)
     return (
         Codec(left, right, announcements, True, left_name),
         Codec(right, left, announcements, False, right_name),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,8 @@ def test_a_broken_rank_fails_the_job() -> None:
 
     assert done.returncode != 0
     assert "rank 1: BREAK_RANK=1: exit 3" in done.stdout
-    assert "exitcode: 3" in done.stderr
+    # Whose end torchrun notices first is a matter of luck.
+    assert re.search(r"exitcode *: [13] ", done.stderr), done.stderr
     assert "checks passed" not in done.stdout
 
 
