@@ -61,7 +61,8 @@ class LinkClient:
         self._approach = approach
         self._key = bytes.fromhex(answer["key"])
         self._channel = Channel(control)
-        self._received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        # Not a SimpleQueue: before Python 3.13 a signal near the end of get()'s timeout makes it wait for ever.
+        self._received: queue.Queue[dict[str, Any]] = queue.Queue()
         self._breaker = Breaker()
         self._streams: weakref.WeakSet[ssl.SSLSocket] = weakref.WeakSet()
         self._lock = threading.Lock()

@@ -512,6 +512,18 @@ def test_a_head_that_is_stopped_is_lost_with_all_streams(
     client.close()
 
 
+@pytest.mark.timeout(30)
+def test_a_signal_late_in_the_wait_does_not_make_it_endless(join: Join) -> None:
+    """As Ctrl-C does on a busy machine: the handler is done when the time is up."""
+    client = join()
+    before = signal.signal(signal.SIGUSR1, lambda *_: time.sleep(0.3))
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    try:
+        assert client.receive(0.2) is None
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_the_clocks_difference_is_measured(credentials: Credentials) -> None:
     """A head whose clock is 61 s ahead, as far as its first frame goes."""
     from hetdeploy.link import handshake
