@@ -35,6 +35,8 @@ from hetdeploy.settings import Settings
 SKEW_WARNING_SECONDS = 2.0
 FIRST_RETRY_SECONDS = 0.25
 LAST_RETRY_SECONDS = 3.0
+CAFFEINATE_SECONDS = 2.0
+"""How long caffeinate may take to end when it is told to."""
 
 
 @dataclass(frozen=True)
@@ -219,4 +221,8 @@ def _stay_awake() -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(timeout=CAFFEINATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -256,6 +256,7 @@ class JobMember:
         return time.monotonic()
 
     def _leave(self) -> None:
+        self._show(None, "interrupted: ending the ranks here and telling the head")
         self._client.send({"type": "leave", "reason": "interrupted", "code": 130})
         self._agent.terminate()
 
