@@ -349,7 +349,8 @@ def train_assist(job: Job, train: ModuleType) -> None:
                 job.update(step.number + 1)
                 job.optimizer.zero_grad()
             # A helper knows the loss of its own part of the batch.
-            job.show(step.number + 1, record.loss if record else sum(mine) / len(mine), samples * len(mine), record)
+            loss_shown = record.loss if record else sum(mine) / len(mine)
+            job.show(step.number + 1, loss_shown, samples * len(mine), step.record)
 
 
 def train_diloco(job: Job, train: ModuleType) -> None:

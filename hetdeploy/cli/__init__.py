@@ -18,6 +18,7 @@ _VERBS = {
     "demo": "Run the whole path on this one machine: a head, a joiner, a small training run.",
     "status": "Show the job of this folder: nodes, ranks, progress.",
     "logs": "Show what the ranks printed.",
+    "plot": "Draw the metrics of a run.",
     "down": "End the job of this folder on all machines and leave nothing behind.",
     "code": "Print the join line again, or replace the code.",
     "doctor": "Check this machine and say how to mend what is wrong.",

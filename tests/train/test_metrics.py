@@ -1,14 +1,12 @@
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 from torch import nn
 
-from hetdeploy.train import plot
+from hetdeploy import plot
 from hetdeploy.train.allreduce import AllReduce
-from hetdeploy.train.errors import MisuseError
 from hetdeploy.train.metrics import Metrics, covered, read_metrics
 from hetdeploy.train.world import World
 
@@ -92,24 +90,10 @@ def test_alone_nothing_is_sent():
     assert (record.bytes_sent, record.idle_s, record.exchange_hidden_s) == (0, 0.0, 0.0)
 
 
-def test_a_picture_without_metrics_says_what_to_name(tmp_path, capsys):
-    assert plot.main([str(tmp_path)]) == 1
-    assert "error: there are no metrics-rank*.jsonl" in capsys.readouterr().err
-
-
-def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it fails
+def test_what_ranks_wrote_can_be_drawn(tmp_path):
     measured_run(tmp_path)
-    with pytest.raises(MisuseError, match="drawing needs matplotlib: pip install matplotlib"):
-        plot.plot_run(tmp_path, tmp_path / "run.png")
-
-
-def test_the_command_draws_a_png(tmp_path):
-    measured_run(tmp_path)
-    command = [sys.executable, "-m", "hetdeploy.train.plot", str(tmp_path)]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == str(
-        tmp_path / "run.png"
-    )
+    assert [len(rank.records) for rank in plot.read(tmp_path)] == [3, 3]
+    plot.draw(tmp_path, tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
