@@ -21,6 +21,7 @@ Encoding divides, multiplies and adds in separate fp32 operations, so x86 and Ar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -30,6 +31,9 @@ from hetdeploy.train.errors import MisuseError
 
 BLOCK = 256
 SCALE_BYTES = 4
+PIECE_BLOCKS = 2048
+"""Coded at a time: what is needed meanwhile is 4 MB, however much there is to code, and stays in the processor's cache.
+"""
 INT8_STEPS = 127
 """int8 codes run from -127 to 127, so that a value and its negative are coded alike."""
 
@@ -151,9 +155,9 @@ class Int8:
             part.mul_(scale.unsqueeze(1))
 
     def accumulate(self, payload: Tensor, values: Tensor) -> None:
-        decoded = torch.empty_like(values)
-        self.decode(payload, decoded)
-        values.add_(decoded)
+        scales, codes = _split(payload, values.numel())
+        for part, scale, code in _by_block(values, scales, codes):
+            part.add_(code.to(part.dtype).mul_(scale.unsqueeze(1)))
 
 
 def _blocks(numel: int) -> int:
@@ -165,13 +169,12 @@ def _split(payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     return payload[:boundary].view(torch.float32), payload[boundary : boundary + numel].view(torch.int8)
 
 
-def _by_block(values: Tensor, scales: Tensor, codes: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The whole blocks as one matrix, and the shorter last one as another."""
+def _by_block(values: Tensor, scales: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Matrices of at most PIECE_BLOCKS whole blocks, and the shorter last block by itself."""
     whole = values.numel() // BLOCK
-    cut = whole * BLOCK
-    parts = []
-    if whole:
-        parts.append((values[:cut].view(whole, BLOCK), scales[:whole], codes[:cut].view(whole, BLOCK)))
-    if cut < values.numel():
-        parts.append((values[cut:].unsqueeze(0), scales[whole:], codes[cut:].unsqueeze(0)))
-    return parts
+    for first in range(0, whole, PIECE_BLOCKS):
+        blocks = slice(first, min(whole, first + PIECE_BLOCKS))
+        piece = slice(blocks.start * BLOCK, blocks.stop * BLOCK)
+        yield values[piece].view(-1, BLOCK), scales[blocks], codes[piece].view(-1, BLOCK)
+    if values.numel() % BLOCK:
+        yield values[whole * BLOCK :].unsqueeze(0), scales[whole:], codes[whole * BLOCK :].unsqueeze(0)
