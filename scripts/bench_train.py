@@ -22,7 +22,9 @@ exposed   part of the leader's time in which it exchanges and does nothing else
 hidden    part of the leader's time in which it computes and an exchange goes on
 loss      training loss of the last steps
 held      loss on held-out batches with the final weights
-memory    leader/helper: peak resident memory beyond that of the leader alone, over the gradients' fp32 size
+memory    leader/helper: peak resident memory beyond that of the leader alone, over the gradients' fp32 size; a helper
+          of assist has no optimizer state, which is twice that size
+bound     what docs/training.md says it is at most
 
 Writes everything as JSON with --json, prints the table, and draws a picture with --png if matplotlib is here.
 """
@@ -48,6 +50,9 @@ LEADER, HELPER = 0, 1
 TIMEOUT_SECONDS = 3600.0
 WARM_UP_STEPS = 3
 SMOOTHED_STEPS = 5
+BUCKET_MB = 4
+FRAGMENTS = 4
+ADAM_STATE = 2.0
 TARGET_AT = 0.8
 """The target is the loss that the leader alone reaches after this part of its steps."""
 
@@ -96,22 +101,12 @@ def main() -> int:
                         "layers": options.layers,
                         "heads": 8,
                         "width": options.width,
-                        "context": 128,
-                        "batch": 4,
+                        "context": options.context,
+                        "batch": options.batch,
                         "lr": 1e-3,
                     }
-                    run = Run(
-                        mode,
-                        wire,
-                        option,
-                        k,
-                        seed,
-                        options.steps,
-                        options.micro_batches,
-                        size,
-                        options.pretend,
-                        address,
-                    )
+                    work = (options.steps, options.micro_batches, size, options.pretend)
+                    run = Run(mode, wire, option, k, seed, *work, address)
                     results.append(measure(run, hosts))
                     print(
                         f"{run.name} k={k} seed={seed}: {results[-1]['throughput']:.2f} micro-batches/s",
@@ -137,12 +132,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--k", type=float, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     default = ["alone", "ddp", "allreduce:fp32", "allreduce:bf16", "allreduce:int8", "allreduce:bf16:late"]
-    default += ["assist:fp32", "assist:bf16", "assist:int8", "diloco:int8"]
+    default += ["assist:fp32", "assist:bf16", "assist:int8", "diloco:int8:8"]
     parser.add_argument("--modes", type=mode, nargs="+", default=[mode(each) for each in default])
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc takes it, or none")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--micro-batches", type=int, default=24, help="in a global batch")
-    parser.add_argument("--batch", type=int, default=2, help="texts in a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=32, help="in a global batch")
+    parser.add_argument("--batch", type=int, default=1, help="texts in a micro-batch")
+    parser.add_argument("--context", type=int, default=128, help="bytes of a text")
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--width", type=int, default=256)
     pretend = "sleep so many seconds for each micro-batch instead of computing: what exchanges cost, on a busy machine"
@@ -213,7 +209,23 @@ def reached(result: dict[str, Any], target: float) -> float | None:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    rows = [("mode", "k", "mb/s", "gain", "formula", "time", "waits", "exposed", "hidden", "loss", "held", "memory")]
+    rows = [
+        (
+            "mode",
+            "k",
+            "mb/s",
+            "gain",
+            "formula",
+            "time",
+            "waits",
+            "exposed",
+            "hidden",
+            "loss",
+            "held",
+            "memory",
+            "bound",
+        )
+    ]
     keys = list(dict.fromkeys((result["run"], result["k"]) for result in results))
     for name, k in keys:
         same = [result for result in results if (result["run"], result["k"]) == (name, k)]
@@ -225,9 +237,24 @@ def table(results: list[dict[str, Any]]) -> str:
         memory = "/".join(f"{max(each):.1f}" for each in zip(*(result["memory"] for result in same), strict=True))
         numbers = (mean("throughput"), mean("gain"), mean("formula"), mean("time"), mean("waits", digits=3))
         more = (mean("exposed", digits=3), mean("hidden", digits=3), mean("loss", digits=4), mean("held", digits=4))
-        rows.append((name, f"{k:g}" if name != "alone" else "-", *numbers, *more, memory))
+        bound = "/".join(f"{each:.1f}" for each in bounds(same[0])) or "-"
+        rows.append((name, f"{k:g}" if name != "alone" else "-", *numbers, *more, memory, bound))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def bounds(result: dict[str, Any]) -> tuple[float, ...]:
+    """The leader's and the helper's memory beyond the leader alone, over the gradients' fp32 size, as documented."""
+    mode, wire, option = (result["run"] + "::").split(":")[:3]
+    payload = {"fp32": 1.0, "bf16": 0.5, "int8": 0.27}.get(wire, 0.0)
+    feedback = 1.0 if wire == "int8" else 0.0
+    if mode == "allreduce":
+        bucket = max(BUCKET_MB * 2**20 / (4 * result["parameters"]), result["largest"])
+        return (1 + feedback + 3 * 2 * payload * bucket,) * 2
+    if mode == "assist":
+        weights = 1.5 if option == "bf16" else 1.0
+        return 2 * weights + 1 + payload, weights + 1 + payload + 2 * feedback - ADAM_STATE
+    return (4 + feedback + 2 * payload / FRAGMENTS,) * 2 if mode == "diloco" else ()
 
 
 def draw(results: list[dict[str, Any]], output: Path) -> None:
@@ -294,11 +321,11 @@ class Rank:
         return loss.detach(), samples
 
     def pretend(self) -> Any:
-        time.sleep(self.run.pretend * self.slower)
-        for parameter in self.model.parameters():
-            if parameter.grad is None:
-                parameter.grad = self.torch.zeros_like(parameter)
-        return self.torch.zeros(())
+        began = time.perf_counter()
+        loss = self.torch.stack([parameter.sum() for parameter in self.model.parameters()]).sum() * 0
+        loss.backward()
+        time.sleep(max(0.0, self.run.pretend * self.slower - (time.perf_counter() - began)))
+        return loss.detach()
 
     def loss(self, seed: int) -> tuple[Any, int]:
         torch, length = self.torch, self.size.context
@@ -325,11 +352,16 @@ class Rank:
     def report(self, **more: Any) -> dict[str, Any]:
         with self.torch.no_grad():
             held = [self.loss(77_000_000_007 + i) for i in range(8)]
-        parameters = sum(each.numel() for each in self.model.parameters())
+        sizes = [each.numel() for each in self.model.parameters()]
+        parameters = sum(sizes)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.before
         timed = self.records[WARM_UP_STEPS:]
         seconds = self.times[-1] - self.times[WARM_UP_STEPS - 1] if timed else 0.0
-        said: dict[str, Any] = {"grown": grown * 1024 / (4 * parameters), "parameters": parameters}
+        said: dict[str, Any] = {
+            "grown": grown * 1024 / (4 * parameters),
+            "parameters": parameters,
+            "largest": max(sizes) / parameters,
+        }
         if timed:
             of_step = len(timed) / seconds
             per_micro = self.size.batch * self.size.context
@@ -412,7 +444,7 @@ def symmetric(me: Rank) -> dict[str, Any]:
         sync = WeightedDDP(me.model)
         me.model = sync
     else:
-        sync = AllReduce(me.model, wire=run.wire, overlap=run.option != "late", bucket_mb=4)
+        sync = AllReduce(me.model, wire=run.wire, overlap=run.option != "late", bucket_mb=BUCKET_MB)
     me.start()
     for step in range(run.steps):
         total, count = 0.0, 0
@@ -437,9 +469,9 @@ def diloco(me: Rank) -> dict[str, Any]:
     from hetdeploy.train import DiLoCo
 
     run = me.run
-    local = max(1, run.micro_batches // 4)
+    local = max(1, run.micro_batches // 8)
     every = timedelta(seconds=float(run.option or 10))
-    sync = DiLoCo(me.model, every=every, fragments=4, wire=run.wire)
+    sync = DiLoCo(me.model, every=every, fragments=FRAGMENTS, wire=run.wire)
     me.start()
     step, exchanges = 0, run.steps
     while sync.exchanges < exchanges:
