@@ -47,6 +47,8 @@ _LAUNCHER_VARIABLES = (
     "NCCL_SOCKET_IFNAME",
     "TP_SOCKET_IFNAME",
     "HETDEPLOY_BRIDGE",
+    "HETDEPLOY_CREW_ROLE",
+    "HETDEPLOY_CREW_STORE",
     "HETDEPLOY_DIALECT",
     "HETDEPLOY_JOB",
 )
@@ -135,9 +137,18 @@ TABLE: tuple[Row, ...] = (
     Row(
         "HETDEPLOY_NODES",
         "2",
-        "How many machines train together, the head among them; 1:4 means any number from 1 to 4.",
+        "How many machines train together, the head among them; 1:4 means any number from 1 to 4. In a crew the most "
+        "at a time, and the head waits for none.",
         "a number such as 2, or a range such as 1:4",
         _nodes,
+    ),
+    Row(
+        "HETDEPLOY_CREW",
+        "no",
+        "Whether joiners may come, leave and come back while the job runs. The script must then train with "
+        "hetdeploy.train.Assist; any other would train on every machine by itself.",
+        "yes or no",
+        _one_of("yes", "no"),
     ),
     Row(
         "HETDEPLOY_NPROC_PER_NODE",
@@ -271,6 +282,10 @@ class Settings(Mapping[str, Value]):
         """The least and the most nodes of the job."""
         least, _, most = self["HETDEPLOY_NODES"].value.partition(":")
         return int(least), int(most or least)
+
+    @property
+    def crew(self) -> bool:
+        return self["HETDEPLOY_CREW"].value == "yes"
 
     @property
     def nproc_per_node(self) -> int:
@@ -423,6 +438,19 @@ def _reject_contradictions(settings: Settings) -> None:
         raise UsageError(
             f"HETDEPLOY_BACKEND=nccl ({backend.where}) cannot go through HETDEPLOY_LINK=tunnel ({link.where})",
             "use --link direct, or --backend gloo",
+        )
+    crew, ranks = (settings[f"HETDEPLOY_{name}"] for name in ("CREW", "NPROC_PER_NODE"))
+    if settings.crew and settings.nproc_per_node > 1:
+        raise UsageError(
+            f"HETDEPLOY_CREW=yes ({crew.where}) has one rank on each machine, and HETDEPLOY_NPROC_PER_NODE is "
+            f"{ranks.value} ({ranks.where})",
+            "use --nproc-per-node 1",
+        )
+    if settings.crew and settings.backend == "nccl":
+        raise UsageError(
+            f"HETDEPLOY_BACKEND=nccl ({backend.where}) is of no use with HETDEPLOY_CREW=yes ({crew.where}): each rank "
+            "is a world of its own, and leader and helpers exchange in pairs over gloo",
+            "leave out one of the two",
         )
     if settings.link == "direct" and settings.port == settings.store_port:
         raise UsageError(

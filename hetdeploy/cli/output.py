@@ -53,6 +53,14 @@ def setting(key: str, help_text: str) -> Callable[[_Function], _Function]:
     return click.option(flag, f"setting_{key.lower()}", metavar="VALUE", help=f"{help_text} [HETDEPLOY_{key}]")
 
 
+def switch(key: str, help_text: str) -> Callable[[_Function], _Function]:
+    """The same for a setting that is yes or no; the option takes no value and says yes."""
+    flag = "--" + key.lower().replace("_", "-")
+    return click.option(
+        flag, f"setting_{key.lower()}", flag_value="yes", default=None, help=f"{help_text} [HETDEPLOY_{key}]"
+    )
+
+
 def setting_flags(options: Mapping[str, Any]) -> dict[str, str | None]:
     """The overrides among a command's options, by key."""
     return {f"HETDEPLOY_{name[8:].upper()}": value for name, value in options.items() if name.startswith("setting_")}

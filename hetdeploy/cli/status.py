@@ -38,6 +38,8 @@ def _lines(status: dict[str, Any], started: head.Started) -> list[str]:
     lines = [f"job {status['job']}: {status['state']}, {started.job.command} ({started.runtime.name})"]
     for node in status["nodes"]:
         lines.append(f"  {node['name']:<12} {node['state']:<9} {node['accelerator']:<5} from {node['peer']}")
+        if node.get("parted"):
+            lines.append(f"    {node['parted']}")
         lines += [f"    rank {rank}  {describe(figures)}" for rank, figures in node["progress"].items()]
     if status.get("awaited") and status["state"] == "waiting":
         lines.append(f"  waiting for {status['awaited']} more: {started.join_line}")

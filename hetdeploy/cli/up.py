@@ -20,12 +20,13 @@ from hetdeploy.nodes.stages import Stages
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--detach", is_flag=True, help="Return when the job waits for its joiners.")
 @click.option("--native", is_flag=True, help="Run the head as plain processes, without containers.")
+@output.switch("CREW", "Joiners may come, leave and come back; SCRIPT uses hetdeploy.train.Assist.")
 @output.setting("NIC", "Network interface to use.")
 @output.setting("PORT", "Port that joiners connect to.")
 @output.setting("STORE_PORT", "Port of torch's store.")
 @output.setting("LINK", "tunnel or direct.")
 @output.setting("ACCELERATOR", "auto, cuda, rocm or cpu.")
-@output.setting("NODES", "How many machines, this one among them.")
+@output.setting("NODES", "How many machines, this one among them; in a crew the most at a time.")
 @output.setting("NPROC_PER_NODE", "Ranks on this machine.")
 @output.setting("BACKEND", "gloo or nccl.")
 @output.setting("DATA_DIR", "Folder of data, mounted read-only.")
@@ -35,6 +36,11 @@ def command(script: Path, arguments: tuple[str, ...], detach: bool, native: bool
 
     ARGUMENTS go to the script. Stays attached: shows every rank's lines and ends with the job's exit code; Ctrl-C
     stops the job on all machines.
+
+    With --crew the script starts at once, alone if nobody is there, as a leader. Machines that join are its helpers:
+    they may come, leave, break down and come back while it goes on, and the job is over when the script here is.
+    SCRIPT must share its work out by hetdeploy.train.Assist, as scripts/train_gpt.py --sync assist does: without that,
+    every machine would train by itself. One rank on each machine.
     """
     settings = output.load_settings(output.setting_flags(options))
     request = head.UpRequest(script, arguments, settings, native=native)
@@ -55,7 +61,10 @@ def announce(started: head.Started) -> None:
             f"warning: direct mode: every machine that reaches {job.head_address} can reach the store (port "
             f"{job.store_port}) and the ranks (random ports); neither asks who is there"
         )
-    if job.max_nodes > 1:
+    if job.crew and job.max_nodes > 1:
+        output.say(f"up to {job.max_nodes - 1} at a time may help, now or later; run there:")
+        output.data(started.join_line)
+    elif job.max_nodes > 1:
         more = sorted({job.min_nodes - 1, job.max_nodes - 1})
         output.say(f"waiting for {' to '.join(map(str, more))} more; run there:")
         output.data(started.join_line)
@@ -83,3 +92,5 @@ def show_event(event: Event) -> None:
         output.say(f"{node} joined from {event['peer']}: {event['os']} {event['arch']}, {event['accelerator']}")
     elif event["event"] == "lost":
         output.say(f"{node} went away: {event['reason']}")
+    elif event["event"] == "parted":
+        output.say(event["text"])

@@ -27,6 +27,9 @@ FORWARDED_VARIABLE = "HETDEPLOY_FORWARDED"
 """The MASTER_ADDR:MASTER_PORT put in place here: data loader workers inherit them and must not do it again."""
 
 _LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
+_NODES_VARIABLE = "GROUP_WORLD_SIZE"
+"""torchrun's: how many nodes the world has. A world of this node alone (a crew's) has its store here."""
+
 _log = logging.getLogger("hetdeploy.gloo")
 
 
@@ -45,7 +48,7 @@ def install(environ: MutableMapping[str, str]) -> None:
         # A lazy gloo connects long after its group is made, when nobody is left to answer its store.
         _log.warning("%s is switched off: gloo connects when a group is made", _LAZY_VARIABLE)
         environ[_LAZY_VARIABLE] = "0"
-    if environ.get(BRIDGE_VARIABLE) and "RANK" in environ:
+    if environ.get(BRIDGE_VARIABLE) and "RANK" in environ and environ.get(_NODES_VARIABLE) != "1":
         forward_master(environ)
     if "RANK" in environ:
         from hetdeploy.gloo.leave import leave_at_exit

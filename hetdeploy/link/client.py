@@ -264,6 +264,8 @@ class LinkClient:
 def _refusal(no: Refused, where: str) -> HetdeployError:
     if no.code in _CODE_FIXES:
         return UsageError(f"{where}: {no.message}", _CODE_FIXES[no.code])
+    if no.code == "usage":
+        return UsageError(f"{where}: {no.message}")
     if no.code == "version":
         return VersionMismatch(no.message)
     if no.code in ("unreachable", "session", "busy"):

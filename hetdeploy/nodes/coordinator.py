@@ -1,5 +1,8 @@
 """The job's coordinator: who belongs to the job, what its members report, when it is over and how it ended.
 
+In a fixed world the job is over when all nodes are, or soon after the first failure of any. In a crew it is over when
+the head is: a joiner that ends earlier is told how its own part ended, and the job goes on (``Job.is_decided_by``).
+
 It lives beside the link server on the head and is the journal's only writer. Every member, the head's own included,
 speaks the same small protocol of JSON messages to it.
 
@@ -37,11 +40,12 @@ from hetdeploy.nodes.job import Job, RunFolder
 from hetdeploy.nodes.journal import Journal
 from hetdeploy.nodes.outcome import Failure, Outcome
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of the messages above and of what a welcome holds. Members with another number are refused."""
 
 REPORT_SECONDS = 5.0
-"""After a first failure: how long the others may take to report theirs before they are told to stop."""
+"""After a first failure, or the end of a crew's head: how long the others may take to report theirs before they are
+told to stop. In a crew also how long a joiner whose rank is over is kept: the head's end may be what ended it."""
 
 STOP_SECONDS = 15.0
 """How long members may take to stop before the job is declared over without them."""
@@ -62,6 +66,11 @@ class Node:
     hello: dict[str, Any]
     state: str = "starting"
     ended: bool = False
+    failures: tuple[Failure, ...] = ()
+    part_at: float | None = None
+    """When to tell it that the job goes on without it, on the monotonic clock; None again once it was told."""
+    parted: str | None = None
+    """What it was told then."""
     progress: dict[int, progress.Progress] = field(default_factory=dict)
     lines: dict[int | None, deque[str]] = field(default_factory=dict)
 
@@ -106,13 +115,11 @@ class Coordinator:
     def admit(self, role: str, hello: dict[str, Any], peer: str) -> dict[str, Any]:
         """Let a member in, or raise Refused with the reason."""
         with self._lock:
-            if self.outcome is not None or self._stopping:
+            if self.outcome is not None or self._stopping or self._is_decided():
                 raise Refused("over", f"the job is over ({self._summary()})")
             self._compare_versions(hello)
             alive = [node for node in self._nodes.values() if not node.ended]
-            if len(alive) >= self.job.max_nodes or (role == "head" and any(node.role == "head" for node in alive)):
-                names = ", ".join(node.name for node in alive)
-                raise Refused("full", f"the job has its {self.job.max_nodes} nodes already ({names})")
+            self._require_place(role, hello, alive)
             name = "head" if role == "head" else self._free_name(str(hello.get("name") or "joiner"))
             return {
                 "protocol": PROTOCOL,
@@ -156,7 +163,7 @@ class Coordinator:
             return
         with self._lock:
             self._journal.write(node.name, "lost", reason=reason)
-            self._end_node(node, [_node_failure(node, 4, f"{node.name} is gone: {reason}")])
+            self._end_node(node, [_node_failure(node, 4, f"{node.name} is gone: {reason}")], is_gone=True)
 
     def dial_address(self, member: Member, host: str, port: int) -> tuple[str, int]:
         """Where a joiner's stream may lead: the job's store, and ports of the head's own ranks. Nothing else."""
@@ -213,6 +220,17 @@ class Coordinator:
                 f"pip install torch=={release(self.job.torch)}",
             )
 
+    def _require_place(self, role: str, hello: dict[str, Any], alive: list[Node]) -> None:
+        """Raise Refused where there is no place for a node of this role. The head's own is kept for it."""
+        same = [node for node in alive if node.role == role]
+        if len(same) >= (1 if role == "head" else self.job.max_nodes - 1):
+            text = f"the job has its {self.job.max_nodes} nodes already ({', '.join(node.name for node in alive)})"
+            if self.job.crew and same:  # a place becomes free when somebody leaves: worth waiting for
+                raise Refused("busy", f"{text}; `hetdeploy up --nodes {self.job.max_nodes + 1}` would take one more")
+            raise Refused("full", text)
+        if self.job.crew and (ranks := int(hello.get("nproc", 1))) > 1:
+            raise Refused("usage", f"a crew has one rank on each machine, not {ranks}: join with --nproc-per-node 1")
+
     def _free_name(self, wanted: str) -> str:
         name = "".join(c if c.isalnum() or c in "-_" else "-" for c in wanted.split(".")[0])[:40] or "joiner"
         taken = {node.name for node in self._nodes.values()} | {"head"}
@@ -234,7 +252,7 @@ class Coordinator:
         with self._lock:
             node.state = state
             self._journal.write(node.name, "state", state=state)
-            if state == "finished" and self._deadline is None:
+            if state == "finished" and self._deadline is None and not self.job.crew:
                 self._set_deadline(
                     self.job.exit_timeout, f"{node.name} finished, and the others did not within the exit timeout"
                 )
@@ -267,22 +285,44 @@ class Coordinator:
     def _node_left(self, node: Node, reason: str, code: int) -> None:
         with self._lock:
             self._journal.write(node.name, "lost", reason=reason)
-            self._end_node(node, [_node_failure(node, code, f"{node.name} left: {reason}")])
+            self._end_node(node, [_node_failure(node, code, f"{node.name} left: {reason}")], is_gone=True)
 
-    def _end_node(self, node: Node, failures: list[Failure]) -> None:
+    def _end_node(self, node: Node, failures: list[Failure], *, is_gone: bool = False) -> None:
         if node.ended:
             return
         node.ended = True
         node.state = "failed" if failures else "finished"
-        self._failures += failures
-        if all(other.ended for other in self._nodes.values()) and (
-            self._failures or self._stopping or len(self._nodes) >= self.job.min_nodes
-        ):
+        node.failures = tuple(failures)
+        decides = self.job.is_decided_by(node.role)
+        if decides:
+            self._failures += failures
+        if self._is_over():
             self._finish()
-        elif failures and not self._stopping:
-            self._set_deadline(REPORT_SECONDS, failures[0].text)
+        elif self._stopping:
+            return
+        elif not decides:
+            node.part_at = time.monotonic() + (0.0 if is_gone else REPORT_SECONDS)
+        elif failures or self._is_decided():
+            self._set_deadline(REPORT_SECONDS, failures[0].text if failures else self._summary())
 
     # The end.
+
+    def _is_decided(self) -> bool:
+        """Whether all that decide over the job have come and ended."""
+        deciding = [node for node in self._nodes.values() if self.job.is_decided_by(node.role)]
+        return len(deciding) >= self.job.min_nodes and all(node.ended for node in deciding)
+
+    def _is_over(self) -> bool:
+        if not all(node.ended for node in self._nodes.values()):
+            return False
+        return bool(self._failures or self._stopping or self._is_decided())
+
+    def _part_with(self, node: Node) -> None:
+        """Tell a node how its part ended: the job goes on."""
+        part = outcome.decide_part(node.failures, f"{node.name} finished")
+        node.part_at, node.parted = None, part.summary
+        self._journal.write(node.name, "parted", code=part.exit_code, text=part.summary)
+        node.member.send({"type": "outcome", **part.to_json()})
 
     def _set_deadline(self, seconds: float, text: str) -> None:
         self._deadline = time.monotonic() + seconds
@@ -304,25 +344,33 @@ class Coordinator:
         self._journal.write("", "outcome", **self.outcome.to_json())
         self._write_status()
         for node in self._nodes.values():
-            node.member.send({"type": "outcome", **self.outcome.to_json()})
+            if node.parted is None:
+                node.member.send({"type": "outcome", **self.outcome.to_json()})
         self.over.set()
 
     def _summary(self) -> str:
         if self.outcome is not None:
             return self.outcome.summary
+        if self.job.crew and not self._stopping:
+            joiners = sum(node.role != "head" for node in self._nodes.values())
+            return f"the head finished, {f'{joiners} joined on the way' if joiners else 'alone'}"
         ranks = sum(int(node.hello.get("nproc", 1)) for node in self._nodes.values())
         return self._stopping or f"{ranks} ranks on {len(self._nodes)} nodes finished"
 
     def _watch_deadlines(self) -> None:
         while not self.over.wait(_STATUS_SECONDS / 2):
             with self._lock:
+                if not self._stopping and not self._is_decided():
+                    for node in self._nodes.values():
+                        if node.part_at is not None and time.monotonic() >= node.part_at:
+                            self._part_with(node)
                 self._write_status()
                 if self._deadline is None or time.monotonic() < self._deadline:
                     continue
                 if self._stopping:
                     self._finish()
                     continue
-                if not self._failures:
+                if not self._failures and not self._is_decided():
                     waiting = ", ".join(node.name for node in self._nodes.values() if not node.ended)
                     text = f"{self._deadline_text} ({self.job.exit_timeout:.0f} s): {waiting}"
                     self._failures.append(Failure("", None, 1, text, time.time(), (), "node"))
@@ -361,6 +409,7 @@ def _node_status(node: Node) -> dict[str, Any]:
         "role": node.role,
         "peer": node.member.peer,
         "state": node.state,
+        "parted": node.parted,
         "accelerator": node.hello.get("accelerator"),
         "progress": {str(rank): figures for rank, figures in sorted(node.progress.items())},
     }

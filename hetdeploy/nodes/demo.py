@@ -26,6 +26,7 @@ def prepare(folder: Path, environ: Mapping[str, str]) -> Settings:
         "HETDEPLOY_PORT": str(free_port()),
         "HETDEPLOY_STORE_PORT": str(free_port()),
         "HETDEPLOY_NODES": "2",
+        "HETDEPLOY_CREW": "no",
         "HETDEPLOY_LINK": "tunnel",
         "HETDEPLOY_OMP_NUM_THREADS": _half_the_cores(),
         "HETDEPLOY_RUNS_DIR": ".hetdeploy/runs",

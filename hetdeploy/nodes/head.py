@@ -141,6 +141,7 @@ def environment(job: Job, settings: Settings, state: StateFolder, kind: str, nic
         "HETDEPLOY_LINK": job.link,
         "HETDEPLOY_ACCELERATOR": kind,
         "HETDEPLOY_NODES": job.nodes,
+        "HETDEPLOY_CREW": "yes" if job.crew else "no",
         "HETDEPLOY_NPROC_PER_NODE": str(job.nproc_per_node),
         "HETDEPLOY_BACKEND": job.backend,
         "HETDEPLOY_VERSION": __version__,
@@ -189,6 +190,7 @@ def _describe_job(request: UpRequest, state: StateFolder, address: str) -> Job:
         torch=installed_torch() if request.native else settings.torch_version,
         bundle=bundle.collect(request.script, state.files),
         runtime="native" if request.native else "compose",
+        crew=settings.crew,
     )
 
 

@@ -32,7 +32,7 @@ class Job:
     """Path of the script inside the bundle."""
     arguments: tuple[str, ...]
     nodes: str
-    """How many nodes, as torchrun writes it: ``2`` or ``1:4``."""
+    """How many nodes, as torchrun writes it: ``2`` or ``1:4``. In a crew the highest number counts."""
     nproc_per_node: int
     """Ranks on the head; a joiner has a setting of its own."""
     backend: str
@@ -50,13 +50,25 @@ class Job:
     bundle: Bundle
     runtime: str = "compose"
     """``compose`` (containers) or ``native`` (processes)."""
+    crew: bool = False
+    """Whether joiners come and go while the head trains: every node's rank is then a torchrun world of its own.
+    Otherwise all nodes are one world."""
+
+    def is_decided_by(self, role: str) -> bool:
+        """Whether the end of a node of this role is the job's, and its failure the job's failure.
+
+        The one difference between the two kinds of job: in a fixed world every node decides, in a crew the head alone.
+        """
+        return not self.crew or role == "head"
 
     @property
     def min_nodes(self) -> int:
-        return int(self.nodes.split(":")[0])
+        """How many it takes to start."""
+        return 1 if self.crew else int(self.nodes.split(":")[0])
 
     @property
     def max_nodes(self) -> int:
+        """How many there may be at a time."""
         return int(self.nodes.split(":")[-1])
 
     @property

@@ -132,6 +132,7 @@ def environment(job: Job, machine: Machine, nic: Interface, settings: Settings) 
         "HETDEPLOY_LINK": job.link,
         "HETDEPLOY_ACCELERATOR": machine.accelerator,
         "HETDEPLOY_NODES": job.nodes,
+        "HETDEPLOY_CREW": "yes" if job.crew else "no",
         "HETDEPLOY_NPROC_PER_NODE": str(machine.nproc_per_node),
         "HETDEPLOY_BACKEND": job.backend,
         "HETDEPLOY_VERSION": __version__,

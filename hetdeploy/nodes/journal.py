@@ -8,6 +8,7 @@ Every event has ``t`` (Unix seconds on the head's clock), ``node`` (a member's n
     log      lines that a node's processes printed: lines = [[rank or null, text], ...]
     exit     a member's ranks are over: code, failures
     lost     a member went away without saying so: reason
+    parted   a joiner's part in a crew is over, and the job goes on: code, text
     outcome  the job is over: exit_code, summary, and the failure that came first
 """
 

@@ -26,10 +26,14 @@ TERMINATE_SECONDS = 8.0
 CLOCK_TOLERANCE_SECONDS = 120
 """How far two nodes' clocks may differ: c10d compares wall clocks of different machines to find dead nodes."""
 
+NODE_ALONE = "127.0.0.1"
+"""In a crew: where the store of a node's own world listens, which nobody else needs."""
+
 LAST_CALL_SECONDS = 10
 """With a range of nodes: how long the job waits for more once it has the least."""
 
 _KEEP_ALIVE_SECONDS = 5
+_SECONDS_A_DAY = 86_400
 
 _RANK_LINE = re.compile(r"rank(\d+)\| ?")
 
@@ -39,6 +43,8 @@ class Node:
     """What differs from node to node."""
 
     name: str
+    role: str
+    """``head`` or ``joiner``."""
     rendezvous: str
     """Where this node reaches the rendezvous store, ``host:port``."""
     local_address: str
@@ -65,21 +71,10 @@ class AgentSpec:
 
 def agent_spec(job: Job, node: Node) -> AgentSpec:
     """The torchrun call of ``node`` for ``job``."""
-    conf = {
-        "is_host": "0",
-        "join_timeout": f"{job.join_timeout:.0f}",
-        "last_call_timeout": str(LAST_CALL_SECONDS),
-        "keep_alive_interval": str(_KEEP_ALIVE_SECONDS),
-        "keep_alive_max_attempt": str(CLOCK_TOLERANCE_SECONDS // _KEEP_ALIVE_SECONDS),
-    }
     arguments = [
-        f"--nnodes={job.nodes}",
+        *(_world_alone(job, node) if job.crew else _world_of_all(job, node)),
         f"--nproc-per-node={node.nproc_per_node}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={node.rendezvous}",
-        f"--rdzv-id={job.id}",
-        "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in conf.items()),
-        f"--local-addr={node.local_address}",
         "--max-restarts=0",
         f"--log-dir={node.folder / 'logs'}",
         "--tee=3",
@@ -94,6 +89,43 @@ def agent_spec(job: Job, node: Node) -> AgentSpec:
     )
 
 
+def _world_of_all(job: Job, node: Node) -> list[str]:
+    """All nodes meet in the job's store."""
+    conf = {
+        "is_host": "0",
+        "join_timeout": f"{job.join_timeout:.0f}",
+        "last_call_timeout": str(LAST_CALL_SECONDS),
+        "keep_alive_interval": str(_KEEP_ALIVE_SECONDS),
+        "keep_alive_max_attempt": str(CLOCK_TOLERANCE_SECONDS // _KEEP_ALIVE_SECONDS),
+    }
+    return [
+        f"--nnodes={job.nodes}",
+        f"--rdzv-endpoint={node.rendezvous}",
+        f"--rdzv-id={job.id}",
+        _rendezvous_conf(conf),
+        f"--local-addr={node.local_address}",
+    ]
+
+
+def _world_alone(job: Job, node: Node) -> list[str]:
+    """A node by itself: torchrun's ``--standalone``, but for a store that every machine on the LAN could reach.
+
+    A file store only grows, by every heartbeat, and nobody looks for this one's.
+    """
+    conf = {"store_type": "file", "keep_alive_interval": str(_SECONDS_A_DAY)}
+    return [
+        "--nnodes=1",
+        f"--rdzv-endpoint={node.folder / 'rendezvous'}",
+        f"--rdzv-id={job.id}-{node.name}",
+        _rendezvous_conf(conf),
+        f"--local-addr={NODE_ALONE}",
+    ]
+
+
+def _rendezvous_conf(conf: dict[str, str]) -> str:
+    return "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in conf.items())
+
+
 def rank_environment(job: Job, node: Node) -> dict[str, str]:
     """What every rank of ``node`` finds in its environment besides torchrun's own variables."""
     env = {
@@ -106,6 +138,9 @@ def rank_environment(job: Job, node: Node) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
     }
+    if job.crew:
+        env["HETDEPLOY_CREW_ROLE"] = "leader" if node.role == "head" else "helper"
+        env["HETDEPLOY_CREW_STORE"] = node.rendezvous
     if node.bridge is not None:
         env["HETDEPLOY_BRIDGE"] = node.bridge
     if node.accelerator == "mps":

@@ -174,6 +174,7 @@ class JobMember:
             stack.callback(self._bridge.close)
         return launch.Node(
             name=self.name,
+            role=self._machine.role,
             rendezvous=f"{store_host}:{store_port}",
             local_address=f"node-{self.name}" if is_joiner else self._machine.address,
             gloo_interface=interface_of(gloo_address(self.job, self._machine)).name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 _CONSEQUENCE = re.compile(
@@ -105,9 +105,14 @@ def decide(failures: Sequence[Failure], finished: str) -> Outcome:
     # A connection that was cut explains the ranks that lost it, and is itself explained by a rank that died.
     ordered = sorted(failures, key=lambda failure: (failure.is_consequence, failure.kind == "bridge", failure.time))
     first = ordered[0]
-    cause = explain(first)
-    summary = f"failed first: {first.text}" + (f" ({cause})" if cause else "")
-    return Outcome(shell_code(first.code), summary, tuple(ordered))
+    return Outcome(shell_code(first.code), f"failed first: {_described(first)}", tuple(ordered))
+
+
+def decide_part(failures: Sequence[Failure], finished: str) -> Outcome:
+    """The outcome for a node that ended before the job did, and whose end is not the job's."""
+    part = decide(failures, finished)
+    text = _described(part.failures[0]) if part.failures else finished
+    return replace(part, summary=f"{text}; the job goes on without it")
 
 
 def describe_exit(node: str, rank: int, code: int) -> str:
@@ -132,6 +137,11 @@ def explain(failure: Failure) -> str | None:
     if failure.code == -signal.SIGKILL:
         return "killed from outside, most often for want of memory"
     return None
+
+
+def _described(failure: Failure) -> str:
+    cause = explain(failure)
+    return f"{failure.text} ({cause})" if cause else failure.text
 
 
 def shell_code(code: int) -> int:

@@ -139,6 +139,7 @@ def job(link: str) -> Job:
 def test_ranks_on_mps_fall_back_to_the_cpu(kind: str, fallback: str | None, tmp_path: Path) -> None:
     node = Node(
         name="mac",
+        role="joiner",
         rendezvous="127.0.0.1:29500",
         local_address="node-mac",
         gloo_interface="lo0",

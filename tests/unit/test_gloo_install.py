@@ -71,6 +71,9 @@ def test_worker_of_a_joiner_is_led_to_the_store_by_the_bridge(bridge: BridgeServ
     host, port = report["master"]
     assert host == "127.0.0.1"
     assert port != "29511"
+    # A world of this node alone, as in a crew, has its store on this machine.
+    report = imported(**environ, RANK="0", GROUP_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    assert report["master"] == ["127.0.0.1", "29511"]
     # torchrun itself is no worker.
     report = imported(**environ, MASTER_ADDR="172.18.0.3", MASTER_PORT="29511")
     assert report["master"] == ["172.18.0.3", "29511"]

@@ -54,6 +54,7 @@ def test_the_types_of_the_defaults(tmp_path: Path) -> None:
     assert (defaults.nic, defaults.port, defaults.store_port) == (None, 29400, 29500)
     assert (defaults.link, defaults.accelerator, defaults.backend) == ("tunnel", "auto", "gloo")
     assert (defaults.nodes, defaults.nproc_per_node, defaults.omp_num_threads) == ((2, 2), 1, None)
+    assert not defaults.crew
     assert (defaults.code_ttl, defaults.join_timeout, defaults.exit_timeout, defaults.shm_size) == (
         86400,
         3600,
@@ -98,6 +99,7 @@ def test_the_torch_index_follows_the_accelerator(tmp_path: Path, value: str, cpu
         ("ACCELERATOR", ["gpu"]),
         ("NODES", ["0", "4:1", "1:", ":2", "two", "1:2:3"]),
         ("NPROC_PER_NODE", ["0", "65"]),
+        ("CREW", ["Yes", "1", "true"]),
         ("BACKEND", ["mpi"]),
         ("TORCH_VERSION", ["2.13", "latest", "2.13.0 --index-url=x"]),
         ("TORCH_INDEX", ["ftp://x", "https://a b"]),
@@ -150,6 +152,16 @@ def test_nccl_does_not_go_through_the_tunnel(tmp_path: Path) -> None:
     assert load(tmp_path, HETDEPLOY_BACKEND="nccl", HETDEPLOY_LINK="direct").backend == "nccl"
 
 
+def test_a_crew_has_one_rank_a_machine_and_no_nccl(tmp_path: Path) -> None:
+    assert load(tmp_path, {"HETDEPLOY_CREW": "yes"}).crew
+    assert refusal(tmp_path, {"HETDEPLOY_CREW": "yes"}, HETDEPLOY_NPROC_PER_NODE="2") == (
+        "HETDEPLOY_CREW=yes (--crew) has one rank on each machine, and HETDEPLOY_NPROC_PER_NODE is 2 "
+        "(the environment): use --nproc-per-node 1"
+    )
+    nccl = {"HETDEPLOY_BACKEND": "nccl", "HETDEPLOY_LINK": "direct", "HETDEPLOY_CREW": "yes"}
+    assert "exchange in pairs over gloo" in refusal(tmp_path, **nccl)
+
+
 def test_one_port_cannot_serve_two_in_direct_mode(tmp_path: Path) -> None:
     assert "are both 29400" in refusal(tmp_path, HETDEPLOY_STORE_PORT="29400", HETDEPLOY_LINK="direct")
     assert load(tmp_path, HETDEPLOY_STORE_PORT="29400").store_port == 29400
@@ -182,6 +194,7 @@ SHELL = {
     "PET_NNODES": "3",
     "NCCL_SOCKET_IFNAME": "en0",
     "HETDEPLOY_BRIDGE": "/tmp/x",
+    "HETDEPLOY_CREW_STORE": "10.0.0.1:29500",
 }
 HARMLESS = {"HOME": "/root", "NCCL_DEBUG": "INFO", "RANKING": "1", "HETDEPLOY_PORT": "1", "MY_RANK": "1"}
 
