@@ -3,7 +3,7 @@
     python scripts/train_gpt.py                                       # one process, the best device there is
     torchrun --nproc-per-node 2 scripts/train_gpt.py --device cpu     # two ranks on this machine
     torchrun --nnodes 2 ... scripts/train_gpt.py --size small         # one on each of two
-    hetdeploy up scripts/train_gpt.py --sync assist                   # a leader, and helpers that make it faster
+    hetdeploy up --crew scripts/train_gpt.py --sync assist            # a leader, and helpers that come and go
 
 The model predicts the next byte. The default text is the source of Python's own standard library, which every machine
 has; ``--data FILE`` trains on any other. Each rank draws its batches from its own part of the text that *it* sees: rank
@@ -20,7 +20,8 @@ allreduce  the same by hetdeploy.train, for any devices: exchanged while backwar
            a rank may have no samples (``--batch-size 0``).
 ddp        DDP by hetdeploy.train, for CPU ranks or CUDA ranks.
 assist     rank 0 trains on the global batch, the batches of all ranks together; the other ranks compute what they can
-           of it in time. All draw from the whole text: ``--data`` gives all the same one.
+           of it in time. In a crew every helper is a rank 0 too, and the global batch is the leader's ``--batch-size``.
+           All draw from the whole text: ``--data`` gives all the same one.
 diloco     every rank trains by itself, as fast as it can, and every so often (``--every``) they meet in the middle.
 """
 
