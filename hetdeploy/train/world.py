@@ -8,7 +8,11 @@ thread.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
+import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -27,6 +31,12 @@ from hetdeploy.train.errors import PeerLost
 
 Store: TypeAlias = Any
 """A ``torch.distributed.Store``. Its type stubs lack what is used of it here (clone, check)."""
+
+LEAVE_SECONDS = 3.0
+"""An exchange that the other ranks never answer keeps a group busy: then the process ends without waiting for it."""
+
+LAST_RELEASE_SECONDS = 0.05
+"""What gloo's threads take to give back the tensors of what has just ended."""
 
 EXCHANGE_TIMEOUT = datetime.timedelta(minutes=5)
 """How long a rank waits for the slowest one in an exchange before it calls it lost."""
@@ -170,10 +180,21 @@ _open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 @atexit.register
-def _close_groups() -> None:
-    """A gloo group that is left to the end of the interpreter ends the process with SIGABRT: its thread still runs."""
+def _leave() -> None:
+    """Let go of all groups while the interpreter still runs; a script that ends by an exception has not.
+
+    gloo's threads need the interpreter once more to give back the tensors of a last collective. Too late for that, they
+    end the process with SIGABRT, and the exit code that the exception would have had is lost.
+    """
     for group in list(_open_groups):
         group.close()
+    if dist.is_available() and dist.is_initialized():
+        leaving = threading.Thread(target=dist.destroy_process_group, name="leave", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter takes no new threads any more
+            leaving.start()
+            leaving.join(LEAVE_SECONDS)
+    gc.collect()
+    time.sleep(LAST_RELEASE_SECONDS)
 
 
 def prefixed(prefix: str, store: Store) -> Store:

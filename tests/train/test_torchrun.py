@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -129,3 +130,43 @@ def test_exact_modes_come_to_the_losses_of_one_process(pair, alone):
 def test_diloco_alone_trains(alone):
     losses = alone[0]["diloco"]["losses"]
     assert losses[-1] < losses[0]
+
+
+RAISES = """
+import os
+import torch, torch.distributed as dist
+from hetdeploy.train import AllReduce
+
+dist.init_process_group("gloo")
+net = torch.nn.Linear(4, 1)
+sync = AllReduce(net)
+net(torch.ones(1, 4)).sum().backward()
+sync.reduce(samples=1)
+raise ValueError("the script's own")
+"""
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_an_exception_ends_the_rank_with_its_own_code(tmp_path, attempt):
+    """gloo's threads would abort every other such process (SIGABRT), and whoever started it would learn nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(RAISES)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("HETDEPLOY_", "RANK"))}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**plain, **address, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=DEADLINE)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], said
+    assert all("ValueError: the script's own" in text for text in said)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
