@@ -51,6 +51,7 @@ _LAUNCHER_VARIABLES = (
     "HETDEPLOY_CREW_STORE",
     "HETDEPLOY_DIALECT",
     "HETDEPLOY_JOB",
+    "HETDEPLOY_METRICS_DIR",
 )
 
 
@@ -221,6 +222,13 @@ TABLE: tuple[Row, ...] = (
         _like(r"[1-9][0-9]{0,11}[bkmg]?"),
     ),
     Row(
+        "HETDEPLOY_TENSORBOARD_PORT",
+        "6006",
+        "The TCP port of `hetdeploy up --tensorboard`, on 127.0.0.1 of the head alone.",
+        "a port from 1 to 65535",
+        _whole(1, 65535),
+    ),
+    Row(
         "HETDEPLOY_OMP_NUM_THREADS",
         "",
         "Threads that each rank of this machine computes with on the CPU. Empty: left to torch.",
@@ -333,6 +341,10 @@ class Settings(Mapping[str, Value]):
     @property
     def shm_size(self) -> str:
         return self["HETDEPLOY_SHM_SIZE"].value
+
+    @property
+    def tensorboard_port(self) -> int:
+        return int(self["HETDEPLOY_TENSORBOARD_PORT"].value)
 
     @property
     def omp_num_threads(self) -> int | None:

@@ -417,7 +417,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=steps_or_seconds, default=20, help="diloco: steps, or seconds as in 30s")
     parser.add_argument("--timeout", type=float, default=300.0, help="deadline of every exchange, in seconds")
     parser.add_argument("--log-every", type=int, default=1, help="steps between two lines of progress")
-    parser.add_argument("--metrics", type=Path, help="hetdeploy.train's records of every step go into this folder")
+    metrics = os.environ.get("HETDEPLOY_METRICS_DIR")  # a folder of the run, under `hetdeploy up` and `join`
+    parser.add_argument("--metrics", type=Path, default=metrics, help="hetdeploy.train's records of steps go in here")
     parser.add_argument("--out", type=Path, help="rank 0 writes the losses here, as JSON")
     args = parser.parse_args()
     args.batch_size = SIZES[args.size].batch if args.batch_size is None else args.batch_size

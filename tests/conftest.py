@@ -90,6 +90,7 @@ def compose_values() -> dict[str, str]:
         "HETDEPLOY_ACCELERATOR": "cpu",
         "HETDEPLOY_NPROC_PER_NODE": "1",
         "HETDEPLOY_SHM_SIZE": default.shm_size,
+        "HETDEPLOY_TENSORBOARD_PORT": str(default.tensorboard_port),
         "HETDEPLOY_TORCH_VERSION": default.torch_version,
         "HETDEPLOY_TORCH_INDEX": default.torch_index("cpu"),
     }
@@ -98,9 +99,20 @@ def compose_values() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def images(compose_values: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> containers.Images:
     """The CPU images that `up` would use, built if need be."""
-    folder = tmp_path_factory.mktemp("images")
+    return _build(compose_values, tmp_path_factory.mktemp("images"), tensorboard=False)
+
+
+@pytest.fixture(scope="session")
+def images_with_tensorboard(
+    compose_values: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> containers.Images:
+    """Those of `up --tensorboard`."""
+    return _build(compose_values, tmp_path_factory.mktemp("images"), tensorboard=True)
+
+
+def _build(compose_values: dict[str, str], folder: Path, *, tensorboard: bool) -> containers.Images:
     version, index = compose_values["HETDEPLOY_TORCH_VERSION"], compose_values["HETDEPLOY_TORCH_INDEX"]
-    planned = containers.plan_images("cpu", version, index)
+    planned = containers.plan_images("cpu", version, index, tensorboard=tensorboard)
     env_file = folder / "head.env"
     envfile.write(env_file, {**compose_values, **compose.image_environment(planned, folder / "context")}, "a test")
     project = containers.plan_project(folder, env_file, planned, accelerator="cpu", link="tunnel", has_data=False)

@@ -20,6 +20,7 @@ from hetdeploy.nodes.stages import Stages
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--detach", is_flag=True, help="Return when the job waits for its joiners.")
 @click.option("--native", is_flag=True, help="Run the head as plain processes, without containers.")
+@click.option("--tensorboard", is_flag=True, help="Serve the runs' metrics to browsers of this machine.")
 @output.switch("CREW", "Joiners may come, leave and come back; SCRIPT uses hetdeploy.train.Assist.")
 @output.setting("NIC", "Network interface to use.")
 @output.setting("PORT", "Port that joiners connect to.")
@@ -31,7 +32,9 @@ from hetdeploy.nodes.stages import Stages
 @output.setting("BACKEND", "gloo or nccl.")
 @output.setting("DATA_DIR", "Folder of data, mounted read-only.")
 @output.setting("JOIN_TIMEOUT", "Seconds to wait for the joiners.")
-def command(script: Path, arguments: tuple[str, ...], detach: bool, native: bool, **options: Any) -> int:
+def command(
+    script: Path, arguments: tuple[str, ...], detach: bool, native: bool, tensorboard: bool, **options: Any
+) -> int:
     """Start the head for SCRIPT and wait for the other machines.
 
     ARGUMENTS go to the script. Stays attached: shows every rank's lines and ends with the job's exit code; Ctrl-C
@@ -43,7 +46,7 @@ def command(script: Path, arguments: tuple[str, ...], detach: bool, native: bool
     every machine would train by itself. One rank on each machine.
     """
     settings = output.load_settings(output.setting_flags(options))
-    request = head.UpRequest(script, arguments, settings, native=native)
+    request = head.UpRequest(script, arguments, settings, native=native, tensorboard=tensorboard)
     started = head.up(request, Stages(output.say))
     try:
         announce(started)

@@ -7,7 +7,7 @@ from pathlib import Path
 from hetdeploy import envfile
 from hetdeploy.nodes.containers import Containers, Images, plan_project
 from hetdeploy.nodes.job import Job, StateFolder
-from hetdeploy.nodes.runtime import RANK, RENDEZVOUS
+from hetdeploy.nodes.runtime import RANK, RENDEZVOUS, TENSORBOARD
 from hetdeploy.nodes.stages import Stage
 
 HEALTHY_SECONDS = 60.0
@@ -44,9 +44,14 @@ class ComposeRuntime:
     def start_rank(self) -> None:
         self._containers.up(RANK)
 
+    def start_tensorboard(self, stage: Stage) -> None:
+        self._containers.up(TENSORBOARD)
+        self._containers.wait_until_healthy(TENSORBOARD, HEALTHY_SECONDS, stage.waiting)
+
     def ended(self) -> dict[str, int]:
         states = self._containers.states()
-        return {service: state.exit_code for service, state in states.items() if state.exit_code is not None}
+        codes = {service: states[service].exit_code for service in (RENDEZVOUS, RANK) if service in states}
+        return {service: code for service, code in codes.items() if code is not None}
 
     def is_running(self) -> bool:
         state = self._containers.states().get(RENDEZVOUS)
@@ -70,7 +75,7 @@ class ComposeRuntime:
         """Opened late: the plan needs the env file, which `up` writes on its way."""
         if self._opened is None:
             values = self._values
-            images = Images(values["HETDEPLOY_IMAGE_RENDEZVOUS"].value, values["HETDEPLOY_IMAGE_RANK"].value)
+            images = _images(values)
             project = plan_project(
                 self._state.project,
                 self._state.head_env,
@@ -83,10 +88,20 @@ class ComposeRuntime:
         return self._opened
 
 
+def _images(values: dict[str, envfile.Entry]) -> Images:
+    tensorboard = values.get("HETDEPLOY_IMAGE_TENSORBOARD")
+    return Images(
+        values["HETDEPLOY_IMAGE_RENDEZVOUS"].value,
+        values["HETDEPLOY_IMAGE_RANK"].value,
+        tensorboard.value if tensorboard else None,
+    )
+
+
 def image_environment(images: Images, context: Path) -> dict[str, str]:
     """The keys of ``head.env`` that name what the containers are made from."""
     return {
         "HETDEPLOY_IMAGE_RENDEZVOUS": images.rendezvous,
         "HETDEPLOY_IMAGE_RANK": images.rank,
+        **({"HETDEPLOY_IMAGE_TENSORBOARD": images.tensorboard} if images.tensorboard else {}),
         "HETDEPLOY_CONTEXT": str(context.resolve()),
     }

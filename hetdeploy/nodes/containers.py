@@ -56,10 +56,16 @@ _SERVICE_LABEL = "com.docker.compose.service"
 
 @dataclass(frozen=True)
 class Images:
-    """Names of the two images of one build. The tag says what is inside, so a name that exists needs no build."""
+    """Names of the images of one build. The tag says what is inside, so a name that exists needs no build."""
 
     rendezvous: str
     rank: str
+    tensorboard: str | None = None
+    """None where it is not asked for."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.rendezvous, self.rank, self.tensorboard) if name is not None)
 
 
 @dataclass(frozen=True)
@@ -70,10 +76,12 @@ class ComposeProject:
     files: tuple[Path, ...]
     env_file: Path
     images: Images
+    profiles: tuple[str, ...] = ()
 
     def argv(self, *command: str) -> list[str]:
         files = [argument for path in self.files for argument in ("-f", str(path))]
-        return ["docker", "compose", "-p", self.name, "--env-file", str(self.env_file), *files, *command]
+        profiles = [argument for name in self.profiles for argument in ("--profile", name)]
+        return ["docker", "compose", "-p", self.name, "--env-file", str(self.env_file), *files, *profiles, *command]
 
     def build(self) -> list[str]:
         return self.argv("--progress", "plain", "build")
@@ -115,6 +123,7 @@ def plan_project(
         *(["cuda.yaml"] if accelerator == "cuda" else []),
         *(["data.yaml"] if has_data else []),
         *(["direct.yaml"] if link == "direct" else []),
+        *(["tensorboard.yaml"] if images.tensorboard else []),
     ]
     compose = asset_folder() / "compose"
     return ComposeProject(
@@ -122,6 +131,7 @@ def plan_project(
         files=tuple(compose / name for name in ("compose.yaml", *overrides)),
         env_file=env_file,
         images=images,
+        profiles=("tensorboard",) if images.tensorboard else (),
     )
 
 
@@ -132,14 +142,18 @@ def project_name(folder: Path) -> str:
     return "-".join(part for part in ("hetdeploy", readable, hashlib.sha256(path.encode()).hexdigest()[:6]) if part)
 
 
-def plan_images(accelerator: str, torch_version: str, torch_index: str) -> Images:
+def plan_images(accelerator: str, torch_version: str, torch_index: str, *, tensorboard: bool = False) -> Images:
     """Names that change exactly when what the images are built from does: hetdeploy's own files and the arguments."""
     digest = hashlib.sha256(f"{accelerator}\0{torch_version}\0{torch_index}\0".encode())
     for name, path in context_files().items():
         digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     # "+" as in 2.13.0+cu126 is not allowed in a tag.
     tag = f"{hetdeploy.__version__}-torch{torch_version}-{accelerator}-{digest.hexdigest()[:12]}".replace("+", "-")
-    return Images(rendezvous=f"hetdeploy-rendezvous:{tag}", rank=f"hetdeploy-rank:{tag}")
+    return Images(
+        rendezvous=f"hetdeploy-rendezvous:{tag}",
+        rank=f"hetdeploy-rank:{tag}",
+        tensorboard=f"hetdeploy-tensorboard:{tag}" if tensorboard else None,
+    )
 
 
 def context_files() -> dict[str, Path]:
@@ -217,18 +231,18 @@ class Containers:
         self._client.close()
 
     def has_images(self) -> bool:
-        """Whether both images are there."""
+        """Whether all images are there."""
         import docker.errors
 
         try:
-            for name in (self.project.images.rendezvous, self.project.images.rank):
+            for name in self.project.images.names:
                 self._client.images.get(name)
         except docker.errors.ImageNotFound:
             return False
         return True
 
     def build(self, context: Path, accelerator: str, log: Path, waiting: Callable[[str], None]) -> None:
-        """Assemble ``context`` and build both images. All output goes to ``log``, a word on each step to ``waiting``.
+        """Assemble ``context`` and build all images. All output goes to ``log``, a word on each step to ``waiting``.
 
         Raises PreflightError when the disk has no room, before or during the build, and HetdeployError with the last
         lines when it fails otherwise.

@@ -40,6 +40,7 @@ class UpRequest:
     arguments: tuple[str, ...]
     settings: Settings
     native: bool = False
+    tensorboard: bool = False
     loopback: bool = False
     """Stay on this machine: `demo` needs no NIC."""
 
@@ -77,7 +78,12 @@ def up(request: UpRequest, stages: Stages) -> Started:
         return running
     with stages.stage("check") as stage:
         report = preflight.check(
-            settings, accelerator=kind, address=address, native=request.native, ignore=ONLY_FOR_DOCTOR
+            settings,
+            accelerator=kind,
+            address=address,
+            native=request.native,
+            tensorboard=request.tensorboard,
+            ignore=ONLY_FOR_DOCTOR,
         )
         for warning in report.warnings:
             stages.warn(warning)
@@ -85,7 +91,8 @@ def up(request: UpRequest, stages: Stages) -> Started:
         stage.done(report.summary)
     with stages.stage("settings") as stage:
         state.create()
-        changed = envfile.write(state.head_env, environment(job, settings, state, kind, nic), "hetdeploy up")
+        values = environment(job, settings, state, kind, nic, tensorboard=request.tensorboard)
+        changed = envfile.write(state.head_env, values, "hetdeploy up")
         stage.done(f"{'wrote' if changed else 'kept'} {state.head_env}")
     with stages.stage("image") as stage:
         runtime.prepare(stage)
@@ -98,6 +105,10 @@ def up(request: UpRequest, stages: Stages) -> Started:
         with stages.stage("rendezvous") as stage:
             runtime.start_rendezvous(stage)
             stage.done(f"answers on {address}:{settings.port}")
+        if request.tensorboard:
+            with stages.stage("tensorboard") as stage:
+                runtime.start_tensorboard(stage)
+                stage.done(f"http://{LOOPBACK}:{settings.tensorboard_port}")
         with stages.stage("rank") as stage:
             runtime.start_rank()
             stage.done(f"started {settings.nproc_per_node} on {kind}")
@@ -129,7 +140,9 @@ def rotate_code(settings: Settings) -> Invitation:
     return credentials.invitation("joiner", job.head_address, job.link_port)
 
 
-def environment(job: Job, settings: Settings, state: StateFolder, kind: str, nic: str) -> dict[str, str]:
+def environment(
+    job: Job, settings: Settings, state: StateFolder, kind: str, nic: str, *, tensorboard: bool
+) -> dict[str, str]:
     """What ``head.env`` holds: the settings in force and what was found out about this machine."""
     uid, gid = _container_user(job)
     values = {
@@ -149,6 +162,7 @@ def environment(job: Job, settings: Settings, state: StateFolder, kind: str, nic
         "HETDEPLOY_TORCH_INDEX": settings.torch_index(kind),
         "HETDEPLOY_OMP_NUM_THREADS": settings["HETDEPLOY_OMP_NUM_THREADS"].value,
         "HETDEPLOY_SHM_SIZE": settings.shm_size,
+        "HETDEPLOY_TENSORBOARD_PORT": str(settings.tensorboard_port),
         "HETDEPLOY_UID": str(uid),
         "HETDEPLOY_GID": str(gid),
         "HETDEPLOY_STATE": str(state.path.resolve()),
@@ -159,7 +173,7 @@ def environment(job: Job, settings: Settings, state: StateFolder, kind: str, nic
     }
     if job.runtime == "native":
         return values
-    images = plan_images(kind, settings.torch_version, settings.torch_index(kind))
+    images = plan_images(kind, settings.torch_version, settings.torch_index(kind), tensorboard=tensorboard)
     return {**values, **image_environment(images, state.path / "context")}
 
 

@@ -132,6 +132,7 @@ def rank_environment(job: Job, node: Node) -> dict[str, str]:
         "HETDEPLOY_JOB": job.id,
         "HETDEPLOY_DIALECT": node.dialect,
         "HETDEPLOY_BACKEND": job.backend,
+        "HETDEPLOY_METRICS_DIR": str(node.folder / "metrics"),
         "GLOO_SOCKET_IFNAME": node.gloo_interface,
         "NCCL_SOCKET_IFNAME": node.gloo_interface,
         "TP_SOCKET_IFNAME": node.gloo_interface,

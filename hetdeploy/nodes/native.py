@@ -1,4 +1,4 @@
-"""The head without containers: the same two programs as plain processes of this machine.
+"""The head without containers: the same programs as plain processes of this machine.
 
 For machines without a Docker engine. Both listen on loopback, the link's port apart, and a joiner can reach no port but
 those that the job's own ranks have opened.
@@ -6,6 +6,7 @@ those that the job's own ranks have opened.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ from hetdeploy.files import write_atomic
 from hetdeploy.nodes.job import Job, RunFolder, StateFolder
 from hetdeploy.nodes.member import LOOPBACK
 from hetdeploy.nodes.rendezvous import answers
-from hetdeploy.nodes.runtime import RANK, RENDEZVOUS
+from hetdeploy.nodes.runtime import RANK, RENDEZVOUS, TENSORBOARD
 from hetdeploy.nodes.stages import Stage
 from hetdeploy.settings import scrubbed
 
@@ -54,13 +55,20 @@ def native_commands(state: StateFolder, runs: Path, job: Job) -> tuple[NativeCom
     return NativeCommand(RENDEZVOUS, rendezvous), NativeCommand(RANK, rank)
 
 
+def tensorboard_command(runs: Path, port: int) -> NativeCommand:
+    """As in images/Dockerfile, for this machine alone."""
+    listen = (f"--logdir={runs}", f"--host={LOOPBACK}", f"--port={port}", "--load_fast=false")
+    return NativeCommand(TENSORBOARD, (sys.executable, "-m", "tensorboard.main", *listen))
+
+
 class NativeRuntime:
-    """Runs the head's two programs as processes in sessions of their own, found again by ``processes.json``."""
+    """Runs the head's programs as processes in sessions of their own, found again by ``processes.json``."""
 
     name = "native"
 
     def __init__(self, state: StateFolder, runs: Path, job: Job) -> None:
         self._state = state
+        self._runs = runs
         self._run = RunFolder(runs, job.id)
         self._rendezvous, self._rank = native_commands(state, runs, job)
         inner = job.head_address if job.link == "direct" else LOOPBACK
@@ -72,23 +80,20 @@ class NativeRuntime:
 
     def start_rendezvous(self, stage: Stage) -> None:
         self._start(self._rendezvous)
-        while True:
-            if self._children[RENDEZVOUS].poll() is not None:
-                raise PreflightError("the rendezvous ended at once", " / ".join(self.last_lines(RENDEZVOUS)[-3:]))
-            if all(answers(address) for address in self._addresses):
-                return
-            if stage.seconds > HEALTHY_SECONDS:
-                raise PreflightError(
-                    f"the rendezvous does not answer after {HEALTHY_SECONDS:.0f} s", f"see {self._log(RENDEZVOUS)}"
-                )
-            stage.waiting("the rendezvous to answer")
-            time.sleep(0.1)
+        self._wait_for_answer(RENDEZVOUS, self._addresses, stage)
 
     def start_rank(self) -> None:
         self._start(self._rank)
 
+    def start_tensorboard(self, stage: Stage) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise PreflightError("TensorBoard is not installed here", "pip install 'hetdeploy[metrics]'")
+        port = int(envfile.read(self._state.head_env)["HETDEPLOY_TENSORBOARD_PORT"].value)
+        self._start(tensorboard_command(self._runs, port))
+        self._wait_for_answer(TENSORBOARD, ((LOOPBACK, port),), stage)
+
     def ended(self) -> dict[str, int]:
-        codes = {service: child.poll() for service, child in self._children.items()}
+        codes = {service: child.poll() for service, child in self._children.items() if service != TENSORBOARD}
         if self._children:
             return {service: code for service, code in codes.items() if code is not None}
         return {} if self.is_running() else {RENDEZVOUS: 0}
@@ -110,6 +115,19 @@ class NativeRuntime:
         for child in self._children.values():
             child.wait(timeout=END_SECONDS)
         return found
+
+    def _wait_for_answer(self, service: str, addresses: tuple[tuple[str, int], ...], stage: Stage) -> None:
+        while True:
+            if self._children[service].poll() is not None:
+                raise PreflightError(f"{service} ended at once", " / ".join(self.last_lines(service)[-3:]))
+            if all(answers(address) for address in addresses):
+                return
+            if stage.seconds > HEALTHY_SECONDS:
+                raise PreflightError(
+                    f"{service} does not answer after {HEALTHY_SECONDS:.0f} s", f"see {self._log(service)}"
+                )
+            stage.waiting(f"{service} to answer")
+            time.sleep(0.1)
 
     def _start(self, command: NativeCommand) -> None:
         self._run.path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How the head's two processes are run: the interface that containers and native processes share."""
+"""How the head's processes are run: the interface that containers and native processes share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from hetdeploy.nodes.stages import Stage
 
 RENDEZVOUS = "rendezvous"
 RANK = "rank"
+TENSORBOARD = "tensorboard"
+"""Beside the two that a job needs, when it is asked for: nothing depends on it."""
 
 
 class Runtime(Protocol):
-    """Starts and ends *rendezvous* and *rank*. Each method has a deadline of its own."""
+    """Starts and ends *rendezvous* and *rank*, and *tensorboard*. Each method has a deadline of its own."""
 
     name: str
 
@@ -24,8 +26,11 @@ class Runtime(Protocol):
     def start_rank(self) -> None:
         """Start the head's member."""
 
+    def start_tensorboard(self, stage: Stage) -> None:
+        """Start TensorBoard over all runs and return when it answers. Raises PreflightError if it does not."""
+
     def ended(self) -> dict[str, int]:
-        """The exit codes of those of the two that have ended."""
+        """The exit codes of those of *rendezvous* and *rank* that have ended."""
 
     def is_running(self) -> bool:
         """Whether the rendezvous of this folder runs, whoever started it."""

@@ -92,13 +92,21 @@ class Facts:
 
 
 def read_head(
-    settings: Settings, accelerator: str, address: str, *, native: bool, environ: Mapping[str, str] = os.environ
+    settings: Settings,
+    accelerator: str,
+    address: str,
+    *,
+    native: bool,
+    tensorboard: bool = False,
+    environ: Mapping[str, str] = os.environ,
 ) -> Facts:
     """The facts for a head on ``address``, in containers unless ``native``."""
     ports = [(address, settings.port, "HETDEPLOY_PORT")]
     if settings.link == "direct" or native:
         inner = address if settings.link == "direct" else _LOOPBACK
         ports.append((inner, settings.store_port, "HETDEPLOY_STORE_PORT"))
+    if tensorboard:
+        ports.append((_LOOPBACK, settings.tensorboard_port, "HETDEPLOY_TENSORBOARD_PORT"))
     nic = interfaces.interface_of(address)
     hostname = hostname_caution()
     return Facts(

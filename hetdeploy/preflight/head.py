@@ -45,8 +45,10 @@ def check(
     accelerator: str,
     address: str,
     native: bool,
+    tensorboard: bool = False,
     ignore: Collection[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> Report:
     """See this machine as a head on ``address`` that computes on ``accelerator``; in containers unless ``native``."""
-    return run_all(CHECKS, read_head(settings, accelerator, address, native=native, environ=environ), ignore)
+    facts = read_head(settings, accelerator, address, native=native, tensorboard=tensorboard, environ=environ)
+    return run_all(CHECKS, facts, ignore)

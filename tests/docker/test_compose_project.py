@@ -30,8 +30,10 @@ Resolve = Callable[..., dict[str, Any]]
 def resolve(compose_values: dict[str, str], tmp_path: Path) -> Resolve:
     """The services of a project as `docker compose config` prints them."""
 
-    def resolved(accelerator: str = "cpu", link: str = "tunnel", data: str = "", **values: str) -> dict[str, Any]:
-        images = Images("hetdeploy-rendezvous:t", "hetdeploy-rank:t")
+    def resolved(
+        accelerator: str = "cpu", link: str = "tunnel", data: str = "", tensorboard: str | None = None, **values: str
+    ) -> dict[str, Any]:
+        images = Images("hetdeploy-rendezvous:t", "hetdeploy-rank:t", tensorboard)
         project = containers.plan_project(
             tmp_path, tmp_path / "head.env", images, accelerator=accelerator, link=link, has_data=bool(data)
         )
@@ -58,7 +60,7 @@ def test_the_link_port_of_the_chosen_address_is_all_that_is_published(resolve: R
 
 
 def test_containers_have_no_more_rights_than_their_user(resolve: Resolve) -> None:
-    for service in resolve(accelerator="cuda", link="direct", data="/srv/data").values():
+    for service in resolve(accelerator="cuda", link="direct", data="/srv/data", tensorboard="tensorboard:t").values():
         assert service["user"] == "1000:1000"
         assert service["read_only"] is True
         assert service["init"] is True
@@ -102,6 +104,15 @@ def test_direct_mode_listens_on_the_chosen_address_alone(resolve: Resolve) -> No
     assert services["rendezvous"]["command"][-2:] == listening
     assert services["rendezvous"]["healthcheck"]["test"][-2:] == listening
     assert services["rank"]["command"][-2:] == ["--store=10.0.0.1", "--address=10.0.0.1"]
+
+
+@pytest.mark.parametrize("link", ["tunnel", "direct"])
+def test_tensorboard_is_this_machines_alone_and_only_reads(resolve: Resolve, link: str) -> None:
+    service = resolve(link=link, tensorboard="tensorboard:t", HETDEPLOY_TENSORBOARD_PORT="6116")["tensorboard"]
+    assert [(p["host_ip"], p["published"], p["target"]) for p in service["ports"]] == [("127.0.0.1", "6116", 6006)]
+    assert [(volume["target"], volume.get("read_only")) for volume in service["volumes"]] == [("/runs", True)]
+    assert set(service["networks"]) == {"browser"}
+    assert "tensorboard" not in resolve(link=link)
 
 
 def test_shared_memory_is_the_settings(resolve: Resolve) -> None:

@@ -74,6 +74,18 @@ def test_images_do_not_run_as_root_and_hold_no_build_leftovers(client: DockerCli
     assert left == ""
 
 
+def test_tensorboards_image_has_neither_torch_nor_hetdeploy(
+    client: DockerClient, images_with_tensorboard: Images
+) -> None:
+    name = images_with_tensorboard.tensorboard
+    assert name is not None
+    config = client.images.get(name).attrs["Config"]
+    assert config["User"] == "hetdeploy"
+    assert config["Healthcheck"]["Test"][0] == "CMD"
+    found = "import importlib.util as u; print(*(u.find_spec(name) is not None for name in ('torch', 'hetdeploy')))"
+    assert run(client, name, "python", "-c", found).split() == ["False", "False"]
+
+
 def test_rendezvous_image_has_a_health_check_and_shares_the_layers_of_the_rank(
     client: DockerClient, images: Images
 ) -> None:
@@ -113,7 +125,7 @@ def test_a_failing_build_shows_its_last_lines(compose_values: dict[str, str], tm
         with pytest.raises(HetdeployError, match=r"No matching distribution found for torch==0\.0\.1"):
             docker.build(tmp_path / "context", "cpu", tmp_path / "build.log", steps.append)
         assert not docker.has_images()
-    assert any("base 2/6" in step for step in steps)
+    assert any("base 2/4" in step for step in steps)
     assert "No matching distribution" in (tmp_path / "build.log").read_text()
 
 

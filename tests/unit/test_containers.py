@@ -33,6 +33,16 @@ def test_the_whole_command_line_of_each_call(tmp_path: Path) -> None:
     assert project.down() == ["docker", "compose", "-p", project.name, "down", "--remove-orphans", "--timeout", "30"]
 
 
+def test_tensorboard_adds_an_override_and_its_profile(tmp_path: Path) -> None:
+    images = containers.plan_images("cpu", TORCH, INDEX, tensorboard=True)
+    assert images.names == (*containers.plan_images("cpu", TORCH, INDEX).names, images.tensorboard)
+    project = containers.plan_project(
+        tmp_path, tmp_path / "head.env", images, accelerator="cpu", link="direct", has_data=False
+    )
+    assert [path.name for path in project.files] == ["compose.yaml", "direct.yaml", "tensorboard.yaml"]
+    assert project.build()[-5:] == ["--profile", "tensorboard", "--progress", "plain", "build"]
+
+
 def test_what_is_asked_for_chooses_the_overrides(tmp_path: Path) -> None:
     def names(project: ComposeProject) -> list[str]:
         return [path.name for path in project.files]
