@@ -36,54 +36,30 @@ import contextlib
 import importlib
 import json
 import os
-import resource
 import signal
 import statistics
 import subprocess
 import sys
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-LEADER, HELPER = 0, 1
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_train_rank import BUCKET_MB, FRAGMENTS, HELPER, LEADER, Run
+from two_hosts import two_hosts
+
 TIMEOUT_SECONDS = 3600.0
-WARM_UP_STEPS = 3
 SMOOTHED_STEPS = 5
-BUCKET_MB = 4
-FRAGMENTS = 4
 ADAM_STATE = 2.0
 TARGET_AT = 0.8
 """The target is the loss that the leader alone reaches after this part of its steps."""
 
 
-@dataclass(frozen=True)
-class Run:
-    mode: str
-    wire: str
-    option: str
-    k: float
-    seed: int
-    steps: int
-    micro_batches: int
-    size: dict[str, Any]
-    pretend: float
-    store: str
-
-    @property
-    def name(self) -> str:
-        return ":".join(
-            part for part in (self.mode, self.wire if self.mode not in ("alone", "ddp") else "", self.option) if part
-        )
-
-
 def main() -> int:
     options = parse()
-    import torch.distributed as dist
-
-    sys.path.insert(0, str(Path(__file__).parent))
-    from two_hosts import two_hosts
-
     shaped = options.rate != "none"
     if shaped and os.geteuid() != 0:
         print("error: a shaped link needs root: use sudo, or --rate none", file=sys.stderr)
@@ -94,24 +70,12 @@ def main() -> int:
     with two_hosts(rate=options.rate) if shaped else contextlib.nullcontext() as hosts:
         store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         address = f"{hosts.head_address if hosts else '127.0.0.1'}:{store.port}"
-        for seed in options.seeds:
-            for mode, wire, option in options.modes:
-                for k in options.k if mode != "alone" else options.k[:1]:
-                    size = {
-                        "layers": options.layers,
-                        "heads": 8,
-                        "width": options.width,
-                        "context": options.context,
-                        "batch": options.batch,
-                        "lr": 1e-3,
-                    }
-                    work = (options.steps, options.micro_batches, size, options.pretend)
-                    run = Run(mode, wire, option, k, seed, *work, address)
-                    results.append(measure(run, hosts))
-                    print(
-                        f"{run.name} k={k} seed={seed}: {results[-1]['throughput']:.2f} micro-batches/s",
-                        file=sys.stderr,
-                    )
+        for run in runs(options, address):
+            results.append(measure(run, hosts))
+            speed = results[-1]["throughput"]
+            print(f"{run.name} k={run.k:g} seed={run.seed}: {speed:.2f} micro-batches/s", file=sys.stderr)
+            if options.json:
+                options.json.write_text(json.dumps({"rate": options.rate, "results": results}, indent=1) + "\n")
     compare(results)
     print(table(results))
     if options.json:
@@ -119,6 +83,15 @@ def main() -> int:
     if options.png:
         draw(results, options.png)
     return 0
+
+
+def runs(options: argparse.Namespace, store: str) -> Iterator[Run]:
+    size = {name: getattr(options, name) for name in ("layers", "width", "context", "batch")}
+    work = (options.steps, options.micro_batches, {**size, "heads": 8, "lr": 1e-3}, options.pretend)
+    for seed in options.seeds:
+        for mode, wire, option in options.modes:
+            for k in options.k if mode != "alone" else options.k[:1]:
+                yield Run(mode, wire, option, k, seed, *work, store)
 
 
 def parse() -> argparse.Namespace:
@@ -155,7 +128,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(run: Run, hosts: Any) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--rank"]
+    command = [sys.executable, str(Path(__file__).with_name("bench_train_rank.py"))]
     ranks = [LEADER] if run.mode == "alone" else [LEADER, HELPER]
     processes = []
     for rank in ranks:
@@ -190,6 +163,7 @@ def compare(results: list[dict[str, Any]]) -> None:
         base = alone[result["seed"]]
         target = smoothed(base["losses"])[int(TARGET_AT * len(base["losses"])) - 1]
         result["memory"] = [each - base["grown"] for each in result["grown_by_rank"]]
+        result["loss"] = smoothed(result["losses"])[-1]
         result["gain"] = result["throughput"] / base["throughput"]
         result["target"] = target
         result["to_target"] = reached(result, target)
@@ -258,239 +232,39 @@ def bounds(result: dict[str, Any]) -> tuple[float, ...]:
 
 
 def draw(results: list[dict[str, Any]], output: Path) -> None:
+    """Time to the target loss and throughput by k, and the losses of the first seed at the second k."""
     importlib.import_module("matplotlib").use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
-    for name in dict.fromkeys(result["run"] for result in results):
+    figure, (time_axis, gain_axis, loss_axis) = pyplot.subplots(1, 3, figsize=(16, 5))
+    ks = sorted({result["k"] for result in results})
+    shown, seed = ks[min(1, len(ks) - 1)], results[0]["seed"]
+    names = list(dict.fromkeys(result["run"] for result in results))
+    modes = list(dict.fromkeys(name.split(":")[0] for name in names))
+    for name in names:
+        mode = name.split(":")[0]
+        shade = sum(1 for other in names[: names.index(name)] if other.split(":")[0] == mode)
+        style = {"color": f"C{modes.index(mode)}", "linestyle": ("-", "--", ":", "-.")[shade % 4]}
         same = [result for result in results if result["run"] == name]
-        ks = sorted({result["k"] for result in same})
-        gains = [statistics.fmean(result["gain"] for result in same if result["k"] == k) for k in ks]
-        left.plot(ks, gains, marker="o", label=name)
-        first = same[0]
-        right.plot(first["times"], smoothed(first["losses"]), label=f"{name} k={first['k']:g}")
-    left.axhline(1.0, color="black", linewidth=0.5)
-    left.set(xlabel="helper slower by k", ylabel="throughput over leader alone", xscale="log")
-    right.set(xlabel="seconds", ylabel="training loss")
-    left.legend()
-    right.legend()
+        if mode != "alone":
+            for axis, key in ((time_axis, "time"), (gain_axis, "gain")):
+                found = {k: [each[key] for each in same if each["k"] == k and key in each] for k in ks}
+                points = [(k, statistics.fmean(values)) for k, values in found.items() if values]
+                axis.plot(*zip(*points, strict=True), marker="o", label=name, **style)
+        curve = [each for each in same if each["seed"] == seed and (mode == "alone" or each["k"] == shown)]
+        for each in curve:
+            loss_axis.plot(each["times"], smoothed(each["losses"]), label=name, **style)
+    for axis in (time_axis, gain_axis):
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set(xlabel="helper slower by k", xscale="log", xticks=ks, xticklabels=[f"{k:g}" for k in ks])
+        axis.minorticks_off()
+    time_axis.set(ylabel="time to the target loss / leader alone", title="below the line: faster than alone")
+    gain_axis.set(ylabel="throughput / leader alone", title="above the line: more than alone")
+    loss_axis.set(xlabel="seconds", ylabel="training loss", title=f"k = {shown:g}")
+    loss_axis.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(output, dpi=120)
-
-
-# --- one rank ---
-
-
-class Rank:
-    """Model, text, and the work of one micro-batch."""
-
-    def __init__(self, rank: int, run: Run) -> None:
-        import torch
-
-        sys.path.insert(0, str(Path(__file__).parent))
-        from train_gpt import GPT, Size, load_text
-
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        if len(cores) > 1:
-            os.sched_setaffinity(0, {cores[rank]})
-        torch.set_num_threads(1)
-        torch.manual_seed(run.seed)
-        self.torch = torch
-        self.rank = rank
-        self.run = run
-        self.slower = run.k if rank == HELPER else 1.0
-        self.size = Size(**run.size)
-        self.model = GPT(self.size)
-        self.text = load_text(None)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.size.lr)
-        self.before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        self.losses: list[float] = []
-        self.times: list[float] = []
-        self.records: list[Any] = []
-        self.began = time.perf_counter()
-
-    def micro_batch(self, step: int, micro: int) -> tuple[Any, int]:
-        """One backward pass over the ``micro``-th part of global batch ``step``: the loss's sum and its number of
-        bytes.
-        """
-        if self.run.pretend:
-            return self.pretend(), self.size.batch * self.size.context
-        began = time.perf_counter()
-        loss, samples = self.loss(1_000_003 * (self.run.seed + 1) + 1009 * step + micro)
-        loss.backward()
-        time.sleep((time.perf_counter() - began) * (self.slower - 1))
-        return loss.detach(), samples
-
-    def pretend(self) -> Any:
-        began = time.perf_counter()
-        loss = self.torch.stack([parameter.sum() for parameter in self.model.parameters()]).sum() * 0
-        loss.backward()
-        time.sleep(max(0.0, self.run.pretend * self.slower - (time.perf_counter() - began)))
-        return loss.detach()
-
-    def loss(self, seed: int) -> tuple[Any, int]:
-        torch, length = self.torch, self.size.context
-        generator = torch.Generator().manual_seed(seed)
-        starts = torch.randint(len(self.text) - length - 1, (self.size.batch,), generator=generator)
-        block = torch.stack([self.text[i : i + length + 1] for i in starts.tolist()]).long()
-        logits = self.model(block[:, :-1])
-        targets = block[:, 1:].reshape(-1)
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"), targets.numel()
-
-    def start(self) -> None:
-        self.began = time.perf_counter()
-
-    def done(self, record: Any) -> None:
-        self.times.append(time.perf_counter() - self.began)
-        self.losses.append(record.loss)
-        self.records.append(record)
-
-    def apply(self) -> None:
-        self.torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def report(self, **more: Any) -> dict[str, Any]:
-        with self.torch.no_grad():
-            held = [self.loss(77_000_000_007 + i) for i in range(8)]
-        sizes = [each.numel() for each in self.model.parameters()]
-        parameters = sum(sizes)
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.before
-        timed = self.records[WARM_UP_STEPS:]
-        seconds = self.times[-1] - self.times[WARM_UP_STEPS - 1] if timed else 0.0
-        said: dict[str, Any] = {
-            "grown": grown * 1024 / (4 * parameters),
-            "parameters": parameters,
-            "largest": max(sizes) / parameters,
-        }
-        if timed:
-            of_step = len(timed) / seconds
-            per_micro = self.size.batch * self.size.context
-            said |= {
-                "throughput": sum(record.global_samples for record in timed) / per_micro / seconds,
-                "waits": statistics.fmean(record.idle_s for record in timed) * of_step,
-                "exposed": statistics.fmean(record.exchange_exposed_s for record in timed) * of_step,
-                "hidden": statistics.fmean(record.exchange_hidden_s for record in timed) * of_step,
-                "step_s": seconds / len(timed),
-                "bytes": statistics.fmean(record.bytes_sent for record in timed),
-                "losses": self.losses,
-                "times": self.times,
-                "loss": smoothed(self.losses)[-1],
-                "held": float(sum(loss for loss, _ in held)) / sum(count for _, count in held),
-            }
-        return said | more
-
-
-def rank_main(rank: int, run: Run) -> int:
-    import torch.distributed as dist
-
-    me = Rank(rank, run)
-    host, port = run.store.split(":")
-    key = f"{run.name}/{run.k}/{run.seed}"
-    if run.mode == "alone":
-        print(json.dumps(assist(me, None)))
-        return 0
-    store = dist.PrefixStore(key, dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False))
-    if run.mode == "assist":
-        print(json.dumps(assist(me, store)))
-        return 0
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    print(json.dumps(diloco(me) if run.mode == "diloco" else symmetric(me)))
-    dist.destroy_process_group()
-    return 0
-
-
-def assist(me: Rank, store: Any) -> dict[str, Any]:
-    from hetdeploy.train import Assist, Crew
-
-    run = me.run
-    crew = Crew(me.rank == LEADER, store)
-    weights = run.option or "fp32"
-    with Assist(me.model, micro_batches=run.micro_batches, wire=run.wire, weights=weights, crew=crew) as together:
-        if store is not None:
-            together.wait_for(1)
-        me.start()
-        for step in together.steps(run.steps):
-            for micro in step:
-                loss, samples = me.micro_batch(step.number, micro)
-                step.count(samples, loss)
-            record = step.reduce()
-            if record is not None:
-                me.apply()
-                me.done(record)
-        own, helpers = together.paces
-    said = me.report()
-    if own and helpers and helpers[0].per_micro:
-        k, link, step_s = helpers[0].per_micro / own, helpers[0].link, said["step_s"]
-        # What the leader spends in a step beside its micro-batches (the optimizer), it would spend alone too.
-        mine = statistics.fmean(record.samples for record in me.records[WARM_UP_STEPS:])
-        mine /= me.size.batch * me.size.context
-        besides = step_s * (1 - said["waits"]) - mine * own
-        alone = run.micro_batches / (run.micro_batches * own + besides)
-        said |= {"own_s": own, "besides_s": besides, "measured_k": k, "link_s": link}
-        said["formula"] = said["throughput"] / (alone * (1 + max(0.0, (1 / k) * (1 - link / step_s))))
-    return said
-
-
-def symmetric(me: Rank) -> dict[str, Any]:
-    from hetdeploy.train import AllReduce, WeightedDDP
-
-    run = me.run
-    theirs = max(1, round(run.micro_batches / (1 + run.k)))
-    mine = (
-        range(run.micro_batches - theirs) if me.rank == LEADER else range(run.micro_batches - theirs, run.micro_batches)
-    )
-    sync: Any
-    if run.mode == "ddp":
-        sync = WeightedDDP(me.model)
-        me.model = sync
-    else:
-        sync = AllReduce(me.model, wire=run.wire, overlap=run.option != "late", bucket_mb=BUCKET_MB)
-    me.start()
-    for step in range(run.steps):
-        total, count = 0.0, 0
-        for micro in mine:
-            with contextlib.nullcontext() if micro == mine[-1] else sync.no_sync():
-                loss, samples = me.micro_batch(step, micro)
-            total, count = total + loss, count + samples
-        record = sync.reduce(count, total)
-        me.apply()
-        me.done(record)
-    if run.mode == "ddp":
-        me.model = sync.module
-    return me.report()
-
-
-def diloco(me: Rank) -> dict[str, Any]:
-    """As many local steps as each rank can, with half the global batch each; an exchange takes the time of some
-    steps.
-    """
-    from datetime import timedelta
-
-    from hetdeploy.train import DiLoCo
-
-    run = me.run
-    local = max(1, run.micro_batches // 8)
-    every = timedelta(seconds=float(run.option or 10))
-    sync = DiLoCo(me.model, every=every, fragments=FRAGMENTS, wire=run.wire)
-    me.start()
-    step, exchanges = 0, run.steps
-    while sync.exchanges < exchanges:
-        total, count = 0.0, 0
-        for micro in range(local):
-            loss, samples = me.micro_batch(2 * step + me.rank, micro)
-            total, count = total + loss, count + samples
-        for parameter in me.model.parameters():
-            parameter.grad /= count
-        me.apply()
-        record = sync.step(count, total)
-        if record is not None:
-            me.done(record)
-        step += 1
-    sync.finish()
-    return me.report(local_steps=step)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        sys.exit(rank_main(int(sys.argv[2]), Run(**json.loads(sys.argv[3]))))
     sys.exit(main())
