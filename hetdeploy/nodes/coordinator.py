@@ -301,6 +301,7 @@ class Coordinator:
         elif self._stopping:
             return
         elif not decides:
+            node.state = "gone" if is_gone else node.state
             node.part_at = time.monotonic() + (0.0 if is_gone else REPORT_SECONDS)
         elif failures or self._is_decided():
             self._set_deadline(REPORT_SECONDS, failures[0].text if failures else self._summary())
