@@ -29,6 +29,8 @@ LEADER, HELPER = 0, 1
 WARM_UP_STEPS = 3
 BUCKET_MB = 4
 FRAGMENTS = 4
+LOCAL_PARTS = 8
+"""Of a global batch: one is what a local step of diloco takes."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class Rank:
                 "step_s": seconds / len(timed),
                 "bytes": statistics.fmean(record.bytes_sent for record in timed),
                 "losses": self.losses,
+                "samples": [record.global_samples for record in self.records],
                 "times": self.times,
                 "held": float(sum(loss for loss, _ in held)) / sum(count for _, count in held),
             }
@@ -165,12 +168,14 @@ def rank_main(rank: int, run: Run) -> int:
 def assist(me: Rank, store: Any) -> dict[str, Any]:
     run = me.run
     crew = Crew(me.rank == LEADER, store)
-    weights = run.option or "fp32"
-    with Assist(me.model, micro_batches=run.micro_batches, wire=run.wire, weights=weights, crew=crew) as together:
+    parts = LOCAL_PARTS if run.option == "local" else 1
+    weights = run.option if run.option == "bf16" else "fp32"
+    micro_batches = max(1, run.micro_batches // parts)
+    with Assist(me.model, micro_batches=micro_batches, wire=run.wire, weights=weights, crew=crew) as together:
         if store is not None:
             together.wait_for(1)
         me.start()
-        for step in together.steps(run.steps):
+        for step in together.steps(run.steps * parts):
             for micro in step:
                 loss, samples = me.micro_batch(step.number, micro)
                 step.count(samples, loss)
@@ -220,11 +225,11 @@ def symmetric(me: Rank) -> dict[str, Any]:
 
 
 def diloco(me: Rank) -> dict[str, Any]:
-    """As many local steps as each rank can, with half the global batch each; an exchange takes the time of some
+    """As many local steps as each rank can, of a part of the global batch each; an exchange takes the time of some
     steps.
     """
     run = me.run
-    local = max(1, run.micro_batches // 8)
+    local = max(1, run.micro_batches // LOCAL_PARTS)
     every = timedelta(seconds=float(run.option or 10))
     sync = DiLoCo(me.model, every=every, fragments=FRAGMENTS, wire=run.wire)
     me.start()
