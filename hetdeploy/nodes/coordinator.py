@@ -196,6 +196,9 @@ class Coordinator:
         with self._lock:
             if self._stopping or self.outcome:
                 return
+            if self._is_decided():  # a crew's head has ended, and how: the others are told now instead of soon
+                self._begin_stop(self._deadline_text)
+                return
             self._failures.append(Failure("head", None, code, reason, 0.0, (), "node"))
             self._begin_stop(reason)
 

@@ -5,6 +5,7 @@ Members are real ones, over the link; they say what ranks would have them say.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -48,6 +49,10 @@ class Run:
         client = LinkClient.connect(invitation, role, about)
         self._stack.callback(client.close)
         return client
+
+    def states(self) -> dict[str, str]:
+        """Of the nodes, by name, as `hetdeploy status` has them."""
+        return {node["name"]: node["state"] for node in json.loads(self.run.status.read_text())["nodes"]}
 
     def events(self) -> list[str]:
         return [event["event"] for event in JournalReader(self.run.journal).new_events()]
@@ -183,6 +188,17 @@ class TestCrew:
             exits(head, code)
             assert told(mac) == ("stop", None, text)
             assert told(head) == told(mac) == ("outcome", code, f"failed first: {text}" if code else text)
+
+    @pytest.mark.usefixtures("patient")
+    def test_an_interrupt_after_the_heads_end_changes_nothing(self, tmp_path: Path) -> None:
+        with served(tmp_path, crew=True) as run:
+            head, mac = run.join("head"), run.join("mac")
+            exits(head, 0)
+            while run.states().get("head") != "finished":
+                assert mac.receive(SHORT) is None
+            run.coordinator.stop("stopped at the head")
+            assert told(mac)[0] == "stop"
+            assert told(mac) == ("outcome", 0, "the head finished, 1 joined on the way")
 
     @pytest.mark.usefixtures("hasty")
     def test_a_head_that_is_lost_ends_the_job(self, tmp_path: Path) -> None:
