@@ -23,11 +23,11 @@ weights are now w_i:
 The exchange travels while the next local steps are computed; what they changed is kept by the last line and is part of
 the next pseudo-gradient, so that no local step is lost or counted twice. **Staleness**: an outer step is applied at
 the first local step after it has arrived, and at the latest when the next exchange is due, ``every`` / fragments after
-it began: the rank then waits. ``overlap=False`` waits at once (staleness zero).
+it began (twice that, where ``every`` is a time): the rank then waits. ``overlap=False`` waits at once (staleness zero).
 
 ``every`` is a number of local steps, or a time: then every rank takes as many local steps as it can in equal
 wall-clock. All ranks take part in every exchange, in the same order; with a time they begin it within a local step of
-each other.
+each other. Choose it so that even the slowest rank takes a few local steps in ``every`` / fragments.
 
 What it costs: statistical efficiency. Compare time to a loss, never samples per second.
 
@@ -55,6 +55,10 @@ from hetdeploy.train.summing import Summed, Summer
 from hetdeploy.train.wire import wire_format
 from hetdeploy.train.world import EXCHANGE_TIMEOUT, World
 
+PATIENCE_INTERVALS = 2
+"""With a time for ``every``: how many intervals after it began an exchange has to be there, which a slower rank begins
+later. Until then local steps go on.
+"""
 OUTER_LR = 0.7
 OUTER_MOMENTUM = 0.9
 FINE = -1
@@ -145,6 +149,9 @@ class DiLoCo:
             self._begin(finished=False)
             if not self._overlap:
                 record = self._apply()
+            if self._timed:
+                # Not from when it was due: a rank that had to wait would be due again at once, and wait ever after.
+                self._begun_at = time.perf_counter()
         return record
 
     def finish(self) -> None:
@@ -215,12 +222,13 @@ class DiLoCo:
         )
 
     def _due(self) -> bool:
-        now = time.perf_counter() if self._timed else float(self._local_steps)
-        if now - self._begun_at < self._interval:
+        if self._timed:
+            is_awaited = self._under_way is not None and not self._under_way.done
+            intervals = PATIENCE_INTERVALS if is_awaited else 1
+            return time.perf_counter() - self._begun_at >= intervals * self._interval
+        if self._local_steps - self._begun_at < self._interval:
             return False
-        # Steps keep to the grid of every / fragments; a clock starts anew, or a rank that was slow would catch up in a
-        # rush.
-        self._begun_at = now if self._timed else self._begun_at + self._interval
+        self._begun_at += self._interval  # to the grid of every / fragments
         return True
 
     def _begin(self, finished: bool) -> None:

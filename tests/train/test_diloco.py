@@ -1,6 +1,7 @@
 import copy
 import datetime
 import threading
+import time
 
 import pytest
 import torch
@@ -203,6 +204,26 @@ def test_every_as_a_time_gives_ranks_of_different_speed_equal_rounds():
     steps = run(2, body)
     assert steps[0] > steps[1]
     assert all(torch.equal(a, b) for a, b in zip(trainable(nets[0]), trainable(nets[1]), strict=True))
+
+
+def test_a_rank_that_waited_once_does_not_wait_ever_after():
+    """A local step of the slow rank is longer than the time between exchanges; the fast one goes on meanwhile."""
+    exchanges, seconds = 30, (0.004, 0.12)
+
+    def body(world):
+        net = nn.Linear(3, 1)
+        sync = DiLoCo(net, every=datetime.timedelta(seconds=0.08), world=world)
+        steps = 0
+        while sync.exchanges < exchanges:
+            time.sleep(seconds[world.rank])
+            sync.step(samples=1)
+            steps += 1
+        sync.finish()
+        sync.close()
+        return steps
+
+    fast, slow = run(2, body)
+    assert fast > 8 * slow
 
 
 @pytest.mark.parametrize("overlap", [False, True])
