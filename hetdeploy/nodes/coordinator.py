@@ -359,7 +359,7 @@ class Coordinator:
             joiners = sum(node.role != "head" for node in self._nodes.values())
             return f"the head finished, {f'{joiners} joined on the way' if joiners else 'alone'}"
         ranks = sum(int(node.hello.get("nproc", 1)) for node in self._nodes.values())
-        return self._stopping or f"{ranks} ranks on {len(self._nodes)} nodes finished"
+        return self._stopping or f"{_count(ranks, 'rank')} on {_count(len(self._nodes), 'node')} finished"
 
     def _watch_deadlines(self) -> None:
         while not self.over.wait(_STATUS_SECONDS / 2):
@@ -401,6 +401,10 @@ class Coordinator:
 def release(version: str) -> str:
     """A torch version without its build tag: ``2.13.0+cpu`` is ``2.13.0``."""
     return version.split("+")[0]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _node_failure(node: Node, code: int, text: str) -> Failure:

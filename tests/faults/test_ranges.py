@@ -18,4 +18,4 @@ def test_a_head_alone_is_enough_for_one_to_three(tmp_path: Path) -> None:
     assert code == 0, text
     assert "waiting for 0 to 2 more" in text
     assert "rank 0 | world 1" in text
-    assert "1 ranks on 1 nodes finished" in text
+    assert "1 rank on 1 node finished" in text
