@@ -23,7 +23,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 from train_gpt import GPT, Size, load_text
 
-from hetdeploy.train import AllReduce, Assist, Crew, DiLoCo, WeightedDDP
+from hetdeploy.train import AllReduce, Assist, Crew, DiLoCo, WeightedDDP, World
+from hetdeploy.train.balance import Balancer, gather_seconds
 
 LEADER, HELPER = 0, 1
 WARM_UP_STEPS = 3
@@ -199,29 +200,41 @@ def assist(me: Rank, store: Any) -> dict[str, Any]:
 
 def symmetric(me: Rank) -> dict[str, Any]:
     run = me.run
-    theirs = max(1, round(run.micro_batches / (1 + run.k)))
-    mine = (
-        range(run.micro_batches - theirs) if me.rank == LEADER else range(run.micro_batches - theirs, run.micro_batches)
-    )
     sync: Any
     if run.mode == "ddp":
         sync = WeightedDDP(me.model)
         me.model = sync
     else:
         sync = AllReduce(me.model, wire=run.wire, overlap=run.option != "late", bucket_mb=BUCKET_MB)
+    balancer = Balancer(2, run.micro_batches, least=1)
+    group = World.current().open("balance")
+    with sync.no_sync():
+        _, _, seconds = work(me, sync, run.steps, range(1))  # how fast each rank is, before the first step
+    me.optimizer.zero_grad()
+    balancer.update([each * share for each, share in zip(gather_seconds(group, seconds), balancer.shares, strict=True)])
     me.start()
     for step in range(run.steps):
-        total, count = 0.0, 0
-        for micro in mine:
-            with contextlib.nullcontext() if micro == mine[-1] else sync.no_sync():
-                loss, samples = me.micro_batch(step, micro)
-            total, count = total + loss, count + samples
+        leaders = balancer.shares[LEADER]
+        mine = range(leaders) if me.rank == LEADER else range(leaders, run.micro_batches)
+        total, count, seconds = work(me, sync, step, mine)
         record = sync.reduce(count, total)
         me.apply()
         me.done(record)
+        balancer.update(gather_seconds(group, seconds))
     if run.mode == "ddp":
         me.model = sync.module
     return me.report()
+
+
+def work(me: Rank, sync: Any, step: int, micros: range) -> tuple[Any, int, float]:
+    """The loss's sum, the number of bytes and the seconds of these micro-batches; the last one starts the exchange."""
+    began = time.perf_counter()
+    total, count = 0.0, 0
+    for micro in micros:
+        with contextlib.nullcontext() if micro == micros[-1] else sync.no_sync():
+            loss, samples = me.micro_batch(step, micro)
+        total, count = total + loss, count + samples
+    return total, count, time.perf_counter() - began
 
 
 def diloco(me: Rank) -> dict[str, Any]:
