@@ -74,6 +74,7 @@ class Rank:
         self.losses: list[float] = []
         self.times: list[float] = []
         self.records: list[Any] = []
+        self.busy = 0.0
         self.began = time.perf_counter()
 
     def micro_batch(self, step: int, micro: int) -> tuple[Any, int]:
@@ -82,13 +83,16 @@ class Rank:
         """
         if self.run.pretend:
             return self.pretend(), self.size.batch * self.size.context
-        began = time.perf_counter()
+        began = time.thread_time()  # of this thread's work alone: backward may wait for another rank in it
         loss, samples = self.loss(1_000_003 * (self.run.seed + 1) + 1009 * step + micro)
         loss.backward()
-        time.sleep((time.perf_counter() - began) * (self.slower - 1))
+        busy = time.thread_time() - began
+        time.sleep(busy * (self.slower - 1))
+        self.busy += busy * self.slower
         return loss.detach(), samples
 
     def pretend(self) -> Any:
+        self.busy += self.run.pretend * self.slower
         began = time.perf_counter()
         loss = torch.stack([parameter.sum() for parameter in self.model.parameters()]).sum() * 0
         loss.backward()
@@ -228,13 +232,13 @@ def symmetric(me: Rank) -> dict[str, Any]:
 
 def work(me: Rank, sync: Any, step: int, micros: range) -> tuple[Any, int, float]:
     """The loss's sum, the number of bytes and the seconds of these micro-batches; the last one starts the exchange."""
-    began = time.perf_counter()
+    me.busy = 0.0
     total, count = 0.0, 0
     for micro in micros:
         with contextlib.nullcontext() if micro == micros[-1] else sync.no_sync():
             loss, samples = me.micro_batch(step, micro)
         total, count = total + loss, count + samples
-    return total, count, time.perf_counter() - began
+    return total, count, me.busy
 
 
 def diloco(me: Rank) -> dict[str, Any]:
