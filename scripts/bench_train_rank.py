@@ -74,7 +74,7 @@ class Rank:
         self.losses: list[float] = []
         self.times: list[float] = []
         self.records: list[Any] = []
-        self.busy = 0.0
+        self.busy = self.last_busy = 0.0
         self.began = time.perf_counter()
 
     def micro_batch(self, step: int, micro: int) -> tuple[Any, int]:
@@ -85,10 +85,10 @@ class Rank:
             return self.pretend(), self.size.batch * self.size.context
         began = time.thread_time()  # of this thread's work alone: backward may wait for another rank in it
         loss, samples = self.loss(1_000_003 * (self.run.seed + 1) + 1009 * step + micro)
+        time.sleep(self.last_busy * (self.slower - 1))  # before backward, in which gradients may leave
         loss.backward()
-        busy = time.thread_time() - began
-        time.sleep(busy * (self.slower - 1))
-        self.busy += busy * self.slower
+        self.last_busy = time.thread_time() - began
+        self.busy += self.last_busy * self.slower
         return loss.detach(), samples
 
     def pretend(self) -> Any:
