@@ -31,7 +31,7 @@ def ports() -> tuple[str, ...]:
 
 
 def end(machine: Path, role: str, code: int) -> None:
-    (script,) = (machine / ".hetdeploy" / "runs").glob("*/*/work/job.py")
+    (script,) = (machine / ".hetdeploy" / "runs").rglob("job.py")
     partial = script.with_name("partial")
     partial.write_text(str(code))
     partial.rename(script.with_name(role))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_job import sample_job
 
 from hetdeploy import __version__
 from hetdeploy.errors import HetdeployError, PeerUnreachable, UsageError
@@ -19,9 +20,8 @@ from hetdeploy.link.client import LinkClient
 from hetdeploy.link.credentials import Credentials
 from hetdeploy.link.server import LinkServer
 from hetdeploy.nodes import coordinator
-from hetdeploy.nodes.bundle import Bundle
 from hetdeploy.nodes.coordinator import PROTOCOL, Coordinator
-from hetdeploy.nodes.job import Job, RunFolder
+from hetdeploy.nodes.job import RunFolder
 from hetdeploy.nodes.journal import JournalReader
 
 WAIT_SECONDS = 10.0
@@ -35,7 +35,7 @@ class Run:
         self.run = RunFolder(folder, "j1")
         self.run.path.mkdir(parents=True)
         self._credentials = Credentials.create(folder / "link", ttl_seconds=0)
-        self.coordinator = Coordinator(_job(**job), self.run, folder, store=("127.0.0.1", 1))
+        self.coordinator = Coordinator(sample_job(**job), self.run, folder, store=("127.0.0.1", 1))
         self._server = LinkServer(folder / "link", ("127.0.0.1", 0), self.coordinator)
         self._server.start()
         self._stack = stack
@@ -56,26 +56,6 @@ class Run:
 
     def events(self) -> list[str]:
         return [event["event"] for event in JournalReader(self.run.journal).new_events()]
-
-
-def _job(**fields: Any) -> Job:
-    defaults: dict[str, Any] = {
-        "id": "j1",
-        "script": "train.py",
-        "arguments": (),
-        "nodes": "2",
-        "nproc_per_node": 1,
-        "backend": "gloo",
-        "link": "tunnel",
-        "head_address": "127.0.0.1",
-        "link_port": 29400,
-        "store_port": 29500,
-        "join_timeout": 60.0,
-        "exit_timeout": 60.0,
-        "torch": "2.13.0",
-        "bundle": Bundle(()),
-    }
-    return Job(**{**defaults, **fields})
 
 
 @contextmanager
@@ -119,7 +99,7 @@ def told(client: LinkClient) -> tuple[str, int | None, str]:
 
 class TestFixedWorld:
     @pytest.mark.usefixtures("hasty")
-    def test_a_joiner_that_fails_ends_the_job(self, tmp_path: Path) -> None:
+    def test_a_joiner_that_fails_ends_thesample_job(self, tmp_path: Path) -> None:
         with served(tmp_path) as run:
             head, mac = run.join("head"), run.join("mac")
             exits(mac, 3)
@@ -201,7 +181,7 @@ class TestCrew:
             assert told(mac) == ("outcome", 0, "the head finished, 1 joined on the way")
 
     @pytest.mark.usefixtures("hasty")
-    def test_a_head_that_is_lost_ends_the_job(self, tmp_path: Path) -> None:
+    def test_a_head_that_is_lost_ends_thesample_job(self, tmp_path: Path) -> None:
         with served(tmp_path, crew=True) as run:
             head, mac = run.join("head"), run.join("mac")
             head.close()
@@ -241,5 +221,5 @@ class TestCrew:
 
     @pytest.mark.parametrize(("nodes", "most"), [("2", 2), ("3", 3), ("2:4", 4)])
     def test_it_waits_for_nobody(self, nodes: str, most: int) -> None:
-        job = _job(crew=True, nodes=nodes)
+        job = sample_job(crew=True, nodes=nodes)
         assert (job.min_nodes, job.max_nodes) == (1, most)

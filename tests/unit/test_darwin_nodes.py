@@ -10,11 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sample_job import sample_job
 
 import hetdeploy
 from hetdeploy.nodes import accelerator
-from hetdeploy.nodes.bundle import Bundle
-from hetdeploy.nodes.job import Job
 from hetdeploy.nodes.joiner import _stay_awake
 from hetdeploy.nodes.launch import Node, rank_environment
 from hetdeploy.nodes.member import Machine, gloo_address, is_bridged
@@ -116,25 +115,6 @@ class TestAccelerator:
         assert accelerator.detect(wanted) == wanted
 
 
-def job(link: str) -> Job:
-    return Job(
-        id="j1",
-        script="train.py",
-        arguments=(),
-        nodes="2",
-        nproc_per_node=1,
-        backend="gloo",
-        link=link,
-        head_address="192.168.1.10",
-        link_port=29400,
-        store_port=29500,
-        join_timeout=60.0,
-        exit_timeout=60.0,
-        torch="2.13.0",
-        bundle=Bundle(()),
-    )
-
-
 @pytest.mark.parametrize(("kind", "fallback"), [("mps", "1"), ("cuda", None), ("cpu", None)])
 def test_ranks_on_mps_fall_back_to_the_cpu(kind: str, fallback: str | None, tmp_path: Path) -> None:
     node = Node(
@@ -149,7 +129,7 @@ def test_ranks_on_mps_fall_back_to_the_cpu(kind: str, fallback: str | None, tmp_
         folder=tmp_path,
         bridge="/tmp/bridge",
     )
-    env = rank_environment(job("tunnel"), node)
+    env = rank_environment(sample_job(), node)
     assert env.get("PYTORCH_ENABLE_MPS_FALLBACK") == fallback
     assert (env["GLOO_SOCKET_IFNAME"], env["HETDEPLOY_DIALECT"]) == ("lo0", "uv")
 
@@ -168,8 +148,8 @@ def test_ranks_on_mps_fall_back_to_the_cpu(kind: str, fallback: str | None, tmp_
 def test_who_has_a_bridge(system: str, role: str, link: str, bridged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, system)
     machine = Machine(role, Path("runs"), "cpu", 1, "192.168.1.23")
-    assert is_bridged(job(link), machine) == bridged
-    assert gloo_address(job(link), machine) == ("127.0.0.1" if bridged else "192.168.1.23")
+    assert is_bridged(sample_job(link=link), machine) == bridged
+    assert gloo_address(sample_job(link=link), machine) == ("127.0.0.1" if bridged else "192.168.1.23")
 
 
 def test_nothing_forks() -> None:

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sample_job import sample_job
 
-from hetdeploy.nodes.bundle import Bundle
-from hetdeploy.nodes.job import Job
 from hetdeploy.nodes.launch import Node, agent_spec
 
 FOLDER = Path("/runs/j1/mac")
-
-
-def job(crew: bool) -> Job:
-    return Job(
-        id="j1",
-        script="train.py",
-        arguments=("--epochs", "3"),
-        nodes="1:4",
-        nproc_per_node=1,
-        backend="gloo",
-        link="tunnel",
-        head_address="192.168.1.10",
-        link_port=29400,
-        store_port=29500,
-        join_timeout=60.0,
-        exit_timeout=60.0,
-        torch="2.13.0",
-        bundle=Bundle(()),
-        crew=crew,
-    )
+JOB = sample_job(nodes="1:4", arguments=("--epochs", "3"))
 
 
 def node(role: str = "joiner") -> Node:
@@ -49,7 +30,7 @@ def node(role: str = "joiner") -> Node:
 
 
 def test_the_nodes_of_a_fixed_world_meet_in_the_jobs_store() -> None:
-    spec = agent_spec(job(crew=False), node())
+    spec = agent_spec(JOB, node())
     conf = "is_host=0,join_timeout=60,last_call_timeout=10,keep_alive_interval=5,keep_alive_max_attempt=24"
     assert spec.arguments == [
         "--nnodes=1:4",
@@ -62,7 +43,7 @@ def test_the_nodes_of_a_fixed_world_meet_in_the_jobs_store() -> None:
         "--max-restarts=0",
         "--log-dir=/runs/j1/mac/logs",
         "--tee=3",
-        "/runs/j1/mac/work/train.py",
+        str(FOLDER / "work" / "train.py"),
         "--epochs",
         "3",
     ]
@@ -71,7 +52,7 @@ def test_the_nodes_of_a_fixed_world_meet_in_the_jobs_store() -> None:
 
 @pytest.mark.parametrize(("role", "in_crew"), [("head", "leader"), ("joiner", "helper")])
 def test_each_node_of_a_crew_is_a_world_of_its_own(role: str, in_crew: str) -> None:
-    spec = agent_spec(job(crew=True), node(role))
+    spec = agent_spec(replace(JOB, crew=True), node(role))
     assert spec.arguments[:5] == [
         "--nnodes=1",
         "--rdzv-endpoint=/runs/j1/mac/rendezvous",
